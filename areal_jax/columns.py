@@ -1,9 +1,9 @@
-"""What engines record of each token beside its id, its log-prob and its version: one declaration a quantity.
+"""Columns: quantities that engines record of each token in addition to id, log-prob and version.
 
-Segments, pieces of replies, rows and batches carry a mapping from the names of columns to arrays, entry t of which
-speaks of token t. What is done with a column on its way from the engine to the loss follows from its declaration, so a
-new quantity is one declaration, the code that fills it and the code that reads it. A module declares its columns when
-it is imported, in every process of the run; nothing that is declared can be changed.
+Segments, pieces of replies, rows and batches carry a mapping from the names of columns to arrays; entry t describes
+token t. The declaration of a column determines its handling on the way from the engine to the loss, so a new quantity
+needs one declaration, the code that fills it and the code that reads it. A module declares its columns when it is
+imported, in every process of the run; declarations cannot be changed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from areal_jax.errors import UserError, show
 
 ColumnArrays = Mapping[str, np.ndarray]  # by name: [n, *shape] for n tokens
-# arrays and JSON fields beside the columns: of packed and trained rows, segments and choices of a reply. One that vLLM
-# has and this program does not fill, sampling_mask, is free
+# other arrays and JSON fields of packed and trained rows, segments and choices of a reply. A field that vLLM has and
+# this program does not fill, sampling_mask, is free
 TAKEN = frozenset({
     'tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets', 'loss_mask', 'behavior_logprobs',
     'advantages', 'policy_version', 'policy_versions', 'trajectory_ids', 'recomputed_logprobs', 'reference_logprobs',
@@ -35,7 +35,7 @@ class ColumnError(UserError):
 
 
 class Sampling(Protocol):
-    """What a declaration may ask of types.SamplingParams."""
+    """The part of types.SamplingParams that a declaration may use."""
 
     @property
     def changes_softmax(self) -> bool: ...
@@ -45,43 +45,43 @@ class Sampling(Protocol):
 class Column:
     """A quantity of each generated token."""
 
-    name: str  # also that of its array in the loss, and of its field in replies and checkpoints
+    name: str  # also the name of its array in the loss, and of its field in replies and checkpoints
     dtype: str  # of numpy: a bool, integer or float
-    # of one token's entry; None = the model of the run gives it, and the width of the dtype: see `of_model`
+    # of one token's entry; None = the run's model determines it and the width of the dtype: see `of_model`
     shape: tuple[int, ...] | None = ()
-    fill: float = 0  # of tokens that were not generated (prompt, environment), of padding, and where it is not known
+    fill: float = 0  # for tokens that were not generated (prompt, environment), for padding, and for unknown values
     saved: bool = True  # in checkpoints, with the unfinished answers and the buffer; else lost in a resume
     published: bool = True  # over HTTP: a request asks for it with `return_NAME`
     packed: bool = True  # for the loss, as an array [R, N, *shape]
-    is_logprob: bool = False  # checked as log-probs are; where it is not known, the behavior log-prob stands for it
-    # the requests that must have it, all others have none; None = every request, as far as its engine knows it
+    is_logprob: bool = False  # checked as log-probs are; replaced by the behavior log-prob if unknown
+    # whether a request must have it, or else has none; None = every request has it, if its engine knows it
     needed: Callable[[Sampling], bool] | None = None
 
     def of_model(self, dtype: str, shape: tuple[int, ...]) -> Column:
-        """The declaration for one model, of a column without a shape; the fill value is the largest of the dtype."""
+        """The declaration of a column without a shape, for one model; the fill value is the dtype's largest."""
         return dataclasses.replace(self, dtype=dtype, shape=shape, fill=int(np.iinfo(dtype).max))
 
     def blank(self, n: int) -> np.ndarray:
-        """[n, *shape] of the fill value; raises ColumnError where the shape is not known."""
+        """[n, *shape] of the fill value; raises ColumnError if the shape is not known."""
         if self.shape is None:
             raise self.error('has no shape of its own', 'ask the declaration for the model (of_model)')
         return np.full((n, *self.shape), self.fill, self.dtype)
 
     def of(self, columns: ColumnArrays, behavior_logprobs: np.ndarray) -> np.ndarray:
-        """[n, *shape]: the entries of n generated tokens, whether their columns have this one or not."""
+        """[n, *shape]: the entries of n generated tokens; default values if `columns` lacks this column."""
         if self.name in columns:
             return columns[self.name]
         return behavior_logprobs if self.is_logprob else self.blank(len(behavior_logprobs))
 
     def write(self, values: np.ndarray) -> object:
-        """The array as JSON: lists of numbers; bytes in base64 with dtype and shape where the model gives the shape."""
+        """Encodes as JSON: lists of numbers; if the model determines the shape, base64 bytes with dtype and shape."""
         if self.shape is not None:
             return values.tolist()
         data = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
         return {'data': data, 'dtype': values.dtype.name, 'shape': list(values.shape)}
 
     def read(self, values: object, n: int | None) -> np.ndarray:
-        """[n, *shape] from what `write` gives; raises ColumnError for anything else. None = any number."""
+        """Decodes [n, *shape] from the output of `write`; raises ColumnError for anything else. n=None: any number."""
         if self.shape is None:
             return self._read_bytes(values, n)
         if n is None:
@@ -89,7 +89,7 @@ class Column:
         kinds = {'b': 'b', 'f': 'iuf'}.get(np.dtype(self.dtype).kind, 'iu')
         try:
             found = np.array(values) if n or values else self.blank(0)  # [] does not tell the shape
-            with np.errstate(over='ignore'):  # a number that float32 does not hold is infinite
+            with np.errstate(over='ignore'):  # a number too large for float32 becomes infinite
                 array = found.astype(self.dtype) if found.dtype.kind in kinds else None
         except (TypeError, ValueError, OverflowError) as error:
             raise self.error(f'is {show(values)}', f'give lists of numbers ({error})') from error
@@ -111,7 +111,7 @@ class Column:
         return array
 
     def check(self, values: np.ndarray, leading: tuple[int, ...]) -> None:
-        """Raises ColumnError where the array is not [*leading, *shape] of the declared dtype."""
+        """Raises ColumnError if the array is not [*leading, *shape] of the declared dtype."""
         if self.shape is None:
             if values.dtype.kind != np.dtype(self.dtype).kind or values.shape[: len(leading)] != leading:
                 fix = f'give one entry for each of {leading} tokens, of the kind of {self.dtype}'
@@ -125,12 +125,12 @@ class Column:
             raise self.error(f'has the shape {values.shape}', fix)
 
     def error(self, fault: str, fix: str) -> ColumnError:
-        """For a value that does not fit: raise it."""
+        """The error for a value that does not fit, for the caller to raise."""
         return ColumnError(f'column {self.name!r} {fault}: {fix}')
 
 
 def _dtype_of(name: object) -> np.dtype:
-    """That which calls itself so; raises TypeError and ValueError: numpy evaluates other texts."""
+    """The dtype of this name; raises TypeError or ValueError for other texts, which numpy would evaluate."""
     if not isinstance(name, str) or not re.fullmatch(r'[a-z]+\d*', name):
         raise ValueError(f'{show(name)} is no dtype')
     return np.dtype(name)
@@ -140,9 +140,9 @@ DECLARED: dict[str, Column] = {}  # by name, in the order of declaration; `decla
 
 
 def declare(column: Column) -> Column:
-    """Makes a column known to this process; returns it. Again with the same declaration it does nothing.
+    """Declares a column in this process; returns it. A second call with the same declaration does nothing.
 
-    Call it where a module is imported, before engines and learner are built. Raises ColumnError.
+    Call it at the import of a module, before engines and learner are built. Raises ColumnError.
     """
     known = DECLARED.get(column.name)
     if known == column:
@@ -172,7 +172,7 @@ def declare(column: Column) -> Column:
 
 
 def find(name: str) -> Column:
-    """Raises ColumnError for a name that nothing has declared."""
+    """Returns the column of this name; raises ColumnError if it is not declared."""
     if name not in DECLARED:
         raise ColumnError(
             f'column {name!r} is not declared, only {", ".join(DECLARED)}: import the module that declares it, in '
@@ -187,17 +187,17 @@ def declared() -> tuple[Column, ...]:
 
 
 def of_tokens() -> tuple[Column, ...]:
-    """The columns that have a shape of their own, and an entry for each generated token."""
+    """The columns with a declared shape, which have an entry for each generated token."""
     return tuple(column for column in DECLARED.values() if column.shape is not None)
 
 
 def of_models() -> tuple[Column, ...]:
-    """The columns whose shape the model gives: passes of the learner read an entry of every token of a row."""
+    """The columns whose shape depends on the model; the learner's passes read an entry for every token of a row."""
     return tuple(column for column in DECLARED.values() if column.shape is None)
 
 
 def of_request(sampling: Sampling) -> tuple[Column, ...]:
-    """The columns that tokens of a request have, as far as its engine knows them."""
+    """The columns of the tokens of a request, if its engine knows them."""
     return tuple(column for column in DECLARED.values() if column.needed is None or column.needed(sampling))
 
 
@@ -208,17 +208,17 @@ def check(columns: ColumnArrays, leading: tuple[int, ...]) -> None:
 
 
 def join(parts: Sequence[ColumnArrays]) -> dict[str, np.ndarray]:
-    """The columns of consecutive tokens; the parts have the same ones."""
+    """Joins the columns of consecutive tokens; all parts have the same columns."""
     return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
 def cut(columns: ColumnArrays, place: slice | int | tuple[int, slice]) -> dict[str, np.ndarray]:
-    """The same columns of some of the tokens."""
+    """The columns at some of the tokens."""
     return {name: values[place] for name, values in columns.items()}
 
 
 def check_alike(columns: ColumnArrays) -> None:
-    """Raises ColumnError for arrays that are not as declared, or not of the same number of tokens."""
+    """Raises ColumnError for arrays that are not as declared, or have different numbers of tokens."""
     lengths = [len(values) for values in columns.values()]
     check(columns, (lengths[0],) if lengths else (0,))
 
@@ -234,10 +234,10 @@ SAMPLING_LOGPROBS = declare(
 )
 ROUTED_EXPERTS = declare(
     Column(
-        'routed_experts',  # [layers with experts, choices]: what the routers chose in the pass that gave the log-prob
+        'routed_experts',  # [layers with experts, choices]: the routers' choices in the pass that gave the log-prob
         'uint8',  # to 255 experts, uint16 above; the largest value = not recorded
         shape=None,
         fill=255,
-        packed=False,  # by loss token; rows have those of all their tokens, see packing/rows.py
+        packed=False,  # not by loss token; rows hold it for all their tokens, see packing/rows.py
     )
 )

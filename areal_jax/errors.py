@@ -1,4 +1,4 @@
-"""What a user can mend, and how a command ends. Imports no other module of the package."""
+"""Errors that a user can fix, and the exit codes of commands. Imports no other module of the package."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """What the user can mend: one sentence that names the thing, its value and the fix; printed without a traceback.
+    """An error that the user can fix: a sentence that names the thing, its value and the fix; shown without traceback.
 
     Every other exception is a bug of this program and keeps its traceback.
     """
 
 
 class LostPeerError(UserError):
-    """Another process of the run failed, is gone or never came: the same command with --resume goes on."""
+    """Another process of the run failed, is gone or never came: the same command with --resume continues."""
 
 
 class ExitCode(enum.IntEnum):
-    """How every command of this project ends."""
+    """The exit codes of every command of this project."""
 
     FINISHED = 0  # also a server that was told to stop
     BUG = 1  # with a traceback
-    USER_ERROR = 2  # one sentence: something the user can mend, or a check or replay that failed
+    USER_ERROR = 2  # with one sentence: an error that the user can fix, or a check or replay that failed
     NOTHING_TRAINED = 3  # no optimizer step since update 0, resumes counted
-    STOPPED = 75  # by a signal or a lost peer: the same command with --resume goes on
+    STOPPED = 75  # by a signal or a lost peer: the same command with --resume continues
 
 
 _LONGEST_NAME = 100
-_CUT_ROOM = 40  # characters for the words behind a text that was cut
-_ALIKE, _SHORT = 0.75, 4  # difflib's ratio of two names that are one misspelled; fewer letters begin no name
+_CUT_ROOM = 40  # characters for the words after a text that was cut
+_ALIKE, _SHORT = 0.75, 4  # least difflib ratio of a misspelled name; fewest letters that count as a name's beginning
 _DISK_TROUBLE = {
     errno.ENOSPC: 'the disk is full: make room',
     errno.EDQUOT: 'the quota of the disk is used up: make room',
@@ -48,13 +48,13 @@ _DISK_TROUBLE = {
 
 
 def cut_text(text: str, most: int) -> str:
-    """A text of others with at most `most` characters, 40 or more: a longer one ends with how many it lost."""
+    """Cuts a text to at most `most` >= 40 characters; a cut text ends with the number of lost characters."""
     kept = most - _CUT_ROOM
     return text if len(text) <= most else f'{text[:kept]}... {len(text) - kept} more characters'
 
 
 def name_type(kind: type) -> str:
-    """The name of a type, whatever its metaclass says, in at most 100 characters."""
+    """The name of a type, independent of its metaclass, in at most 100 characters."""
     name = type.__dict__['__name__'].__get__(kind)
     return cut_text(str.__str__(name), _LONGEST_NAME)
 
@@ -63,7 +63,7 @@ def describe_disk_trouble(error: BaseException, doing: str) -> str:
     """One sentence for an OSError that the state of a disk explains, '' for any other exception.
 
     Args:
-      doing: what was going on, for errors that carry no file name: 'writing to runs/tiny'.
+      doing: the activity, for errors without a file name: 'writing to runs/tiny'.
     """
     if not isinstance(error, OSError) or error.errno not in _DISK_TROUBLE:
         return ''
@@ -72,7 +72,7 @@ def describe_disk_trouble(error: BaseException, doing: str) -> str:
 
 
 def describe_memory_trouble(error: BaseException) -> str:
-    """One sentence for an array that no memory holds, on the host or on a device; '' for any other exception."""
+    """One sentence for an array that does not fit in memory, on host or device; '' for any other exception."""
     exhausted = isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED')  # of jax's runtime
     if not exhausted and not isinstance(error, MemoryError):
         return ''
@@ -84,7 +84,7 @@ def describe_memory_trouble(error: BaseException) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean NAME?' with the nearest of the known names, '' where none is near."""
+    """'; did you mean NAME?' with the nearest of the known names, '' if no name is near."""
     return ask_whether(find_near(name, known))
 
 
@@ -94,8 +94,8 @@ def ask_whether(near: str) -> str:
 
 
 def find_near(name: str, known: Iterable[str]) -> str:
-    """The known name of which `name` is a misspelling or the beginning; '' = none."""
-    import difflib  # here: only a wrong name needs it, and a scorer process starts in milliseconds
+    """The known name that `name` misspells or begins; '' = none."""
+    import difflib  # imported here: only a wrong name needs it, and a scorer process must start in milliseconds
 
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
@@ -111,7 +111,7 @@ _SHOWN.maxlevel = 2
 
 
 def show(value: object) -> str:
-    """The beginning of a value as Python writes it, for a sentence that refuses it: however long and deep it is."""
+    """The beginning of a value's repr, for an error message, even if the value is long and deep."""
     if isinstance(value, dict) and len(value) > _SHOWN.maxdict:  # reprlib would sort all its keys
         value = dict(itertools.islice(value.items(), _SHOWN.maxdict + 1))
     return _SHOWN.repr(value)

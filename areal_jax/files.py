@@ -1,4 +1,4 @@
-"""Files that are complete or absent, JSON from files that may be damaged, the lock of a workdir, and URLs for paths."""
+"""Atomic writes of files, JSON from files that may be damaged, the lock of a workdir, and the refusal of URLs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import IO, Any, TypeAlias
 from areal_jax.errors import UserError
 
 LOCK = '.lock'
-JsonObject = dict[str, Any]  # a JSON object, as json.loads gives it
+JsonObject = dict[str, Any]  # a JSON object, as json.loads returns it
 _NEWLINE = b'\n'
-MOST_BYTES = 256 << 20  # of a JSON file: more than any that a run writes or a checkpoint has
+MOST_BYTES = 256 << 20  # of a JSON file: larger than any that a run writes or a checkpoint has
 _PART_BYTES = 1 << 20
-READ_S = 60.0  # for one file
+READ_S = 60.0  # time limit for one file
 _LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.05
-_URL = re.compile(r'(?:^|[=,(])\s*([a-z][a-z0-9+.-]+)://', re.IGNORECASE)  # also inside of log(RUN), FIELD=PATH and A,B
+_URL = re.compile(r'(?:^|[=,(])\s*([a-z][a-z0-9+.-]+)://', re.IGNORECASE)  # also within log(RUN), FIELD=PATH and A,B
 _INSTEAD = {
     'hf': 'download it first (hf download OWNER/NAME --local-dir DIR) and name the directory',
     'http': 'download it first and name the file',
@@ -40,17 +40,17 @@ class FileError(UserError, ValueError):
     """A file that is missing, cut short, edited or of another program; the message names file, line and fix."""
 
 
-Announce: TypeAlias = Callable[[int, int], None]  # hears how many bytes of how many are read or written
+Announce: TypeAlias = Callable[[int, int], None]  # called with (bytes read or written, bytes in all)
 
 
 def announce_nothing(done: int, total: int) -> None:
-    """For who shows no progress."""
+    """Ignores progress."""
 
 
 def describe_url(path: str) -> str:
-    """'is a URL, ...' with the fix, for what names a place with a scheme (gs://bucket/run); '' for any other path.
+    """'is a URL, ...' with the fix, for a path with a scheme (gs://bucket/run); '' for any other path.
 
-    The one check of all commands and fields that take paths: the standard library would make a directory 'gs:' of it.
+    All commands and fields that take paths use this check: the standard library would make a directory 'gs:'.
     """
     found = _URL.search(path)
     if found is None:
@@ -66,15 +66,16 @@ def require_local(name: str, path: str) -> None:
 
 
 def read_json(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> JsonObject:
-    """The JSON object in a file; raises FileError, which ends with `fix`, for anything else."""
+    """Reads the JSON object in a file; raises FileError, which ends with `fix`, for anything else."""
     return parse_object(read_regular(path, fix, most_bytes), str(path), fix)
 
 
 def read_regular(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a regular file; never waits for a writer, as opening a pipe would, and never reads without end.
+    """Reads a regular file; never waits for a writer, as opening a pipe would, and never reads without end.
 
     Raises FileError, which ends with `fix`, for a path that cannot be read, is not a file, is larger than `most_bytes`,
-    or takes too long to read. A file system that does not answer at all still blocks: the kernel lets no reader go.
+    or takes too long to read. A file system that does not answer at all still blocks: the kernel does not release the
+    reader.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -91,7 +92,7 @@ def read_regular(path: pathlib.Path, fix: str = 'restore it or remove it', most_
 
 
 def _read_bounded(file: io.FileIO, path: pathlib.Path, fix: str, most_bytes: int) -> bytes:
-    """Also of a file that grows while it is read, or that has no size of its own."""
+    """Reads within the bounds even if the file grows meanwhile or reports no size."""
     content, end_s = bytearray(), time.monotonic() + READ_S
     while part := file.read(_PART_BYTES):
         content += part
@@ -103,7 +104,7 @@ def _read_bounded(file: io.FileIO, path: pathlib.Path, fix: str, most_bytes: int
 
 
 def decode_json(content: str | bytes) -> object:
-    """The JSON value of a text or of UTF-8; raises ValueError for anything else, also for nesting without end."""
+    """Decodes a JSON value from text or UTF-8; raises ValueError for anything else, including too deep nesting."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -111,7 +112,7 @@ def decode_json(content: str | bytes) -> object:
 
 
 def parse_object(content: bytes, where: str, fix: str) -> JsonObject:
-    """The JSON object in some bytes; raises FileError, which begins with `where` and ends with `fix`."""
+    """Parses a JSON object; raises FileError, which begins with `where` and ends with `fix`."""
     try:
         value = json.loads(content.decode())
     except UnicodeDecodeError as error:
@@ -119,7 +120,7 @@ def parse_object(content: bytes, where: str, fix: str) -> JsonObject:
     except json.JSONDecodeError as error:
         start = len(error.doc[: error.pos].encode())
         raise FileError(f'{where} is no JSON: {_line(content, start)}{error.msg}; {fix}') from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets of thousands of levels
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; thousands of nested brackets
         raise FileError(f'{where} is no JSON that can be read ({type(error).__name__}: {error}); {fix}') from error
     if not isinstance(value, dict):
         raise FileError(f'{where} holds a {type(value).__name__}, not an object; {fix}')
@@ -127,22 +128,22 @@ def parse_object(content: bytes, where: str, fix: str) -> JsonObject:
 
 
 def _line(content: bytes, position: int) -> str:
-    """'line 3: ', or '' where there is one line only."""
+    """'line 3: ', or '' if there is only one line."""
     return f'line {content.count(_NEWLINE, 0, position) + 1}: ' if _NEWLINE in content.rstrip() else ''
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces the file: after any death of the process or the machine it holds the old text or all of the new."""
+    """Replaces the file atomically: after a crash of process or machine it holds the old text or all of the new."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: pathlib.Path, content: bytes) -> None:
-    """The same for bytes."""
+    """Replaces the file with bytes, atomically as `write_text` does."""
     write_parts(path, [content])
 
 
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview], *, synced: bool = True) -> None:
-    """The same for parts of a file; not `synced`: it may be lost when the machine dies, not when the process does."""
+    """Replaces the file with the joined parts, atomically. Not `synced`: survives a crash of the process only."""
     replacement = path.with_name(f'.{path.name}.partial')
     try:
         with replacement.open('wb') as file:
@@ -161,14 +162,17 @@ def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview], *, sync
 
 
 def write_json(path: pathlib.Path, value: object, *, indent: int | None = 1, allow_nan: bool = False) -> None:
-    """The same for a JSON value; raises ValueError for NaN and infinity unless `allow_nan` (Python's spelling)."""
+    """Replaces the file with a JSON value, atomically; raises ValueError for NaN and infinity unless `allow_nan`.
+
+    `allow_nan` writes them in Python's spelling.
+    """
     write_text(path, json.dumps(value, indent=indent, allow_nan=allow_nan) + '\n')
 
 
 class LineWriter:
     """Appends lines to a file, each handed to the system at once, so that they survive the death of the process.
 
-    After a failed write, every further one raises the same OSError, which names the file: the failed line may be
+    After a failed write, every further write raises the same OSError, which names the file: the failed line may be
     written in part, and the next line would be appended to it.
     """
 
@@ -190,7 +194,7 @@ class LineWriter:
             raise
 
     def sync(self) -> None:
-        """What was written is on the disk when this returns."""
+        """Returns when all written lines are on the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -198,7 +202,7 @@ class LineWriter:
 
 
 def sync(path: pathlib.Path) -> None:
-    """The file, or the names in the directory, are on the disk when this returns."""
+    """Returns when the file, or the names in the directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -207,18 +211,18 @@ def sync(path: pathlib.Path) -> None:
 
 
 def sync_tree(directory: pathlib.Path) -> None:
-    """All files and names below are on the disk when this returns."""
+    """Returns when all files and names below the directory are on the disk."""
     for path in (*directory.rglob('*'), directory):
         sync(path)
 
 
 def partial_name(path: pathlib.Path) -> pathlib.Path:
-    """Where a directory is written before it is renamed to `path`: a hidden name beside it."""
+    """The hidden sibling of `path` in which it is written before it is renamed."""
     return path.with_name(f'.{path.name}.partial')
 
 
 def remove_directory(path: pathlib.Path) -> None:
-    """Removes a directory; if the process dies on the way, what is left has a hidden name that ends in '.partial'."""
+    """Removes a directory; if the process dies meanwhile, the rest has a hidden name that ends in '.partial'."""
     hidden = partial_name(path.with_name(f'{path.name}.removed'))
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -226,18 +230,18 @@ def remove_directory(path: pathlib.Path) -> None:
 
 
 def free_bytes(directory: pathlib.Path) -> int:
-    """Of the disk that holds the directory, which need not exist yet."""
+    """The free bytes of the disk that holds the directory, which need not exist yet."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 class DirectoryLock:
-    """Keeps other processes, also of other hosts where the file system can, from using a directory; made if missing.
+    """Keeps other processes, also on other hosts if the file system can, from using a directory; makes the directory.
 
-    The kernel releases it when this process dies, however it dies. On a file system without locks, stderr says so once;
-    nothing keeps others out then.
+    The kernel releases the lock when this process dies in any way. A file system without locks keeps no process out;
+    then a warning goes to stderr once.
 
-    Raises UserError, naming host and process, where the directory is in use.
+    Raises UserError, naming host and process, if the directory is in use.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -266,12 +270,12 @@ class DirectoryLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Lets others in; nothing the second time."""
+        """Releases the lock; a second call does nothing."""
         self._file.close()
 
 
 def _lock(file: IO[str]) -> None:
-    """Raises BlockingIOError where another process keeps the lock; `find_holder` has it for an instant only."""
+    """Takes the lock; raises BlockingIOError if another process keeps it. `find_holder` has it only for an instant."""
     for _ in range(_LOCK_TRIES - 1):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,7 +284,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def find_holder(directory: pathlib.Path) -> str | None:
-    """'process 12 on host' where a run uses the directory now, None where none does; '' where that cannot be told."""
+    """'process 12 on host' if a run uses the directory now; None if no run does; '' if that is unknown."""
     try:
         with (directory / LOCK).open(encoding='utf-8') as file:
             try:
@@ -299,5 +303,5 @@ def _read_holder(file: IO[str]) -> str:
         file.seek(0)
         holder = json.loads(file.read())
         return f'process {holder["pid"]} on {holder["host"]}'
-    except (OSError, ValueError, KeyError, TypeError):  # it has just been locked and not been written yet
+    except (OSError, ValueError, KeyError, TypeError):  # it was just locked and not written yet
         return 'another process'

@@ -1,7 +1,7 @@
-"""Where this package runs from, a clone of its repository or an installation, and what follows: paths and pip commands.
+"""Paths and pip commands for the place that this package runs from: a clone of its repository or an installation.
 
-A clone has the folders configs/ and launch/ beside the package. An installation has them inside, as areal_jax.configs
-and areal_jax.launch.
+A clone has the folders configs/ and launch/ next to the package. An installation has them inside, as
+areal_jax.configs and areal_jax.launch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import shlex
 import sys
 
 PACKAGE = 'package:'  # begins the name of a file that comes with this package: 'package:configs/tiny_cpu.py'
-BESIDE = ('configs', 'launch')  # folders beside the package in a clone, inside it in an installation
+BESIDE = ('configs', 'launch')  # folders next to the package in a clone, inside it in an installation
 FOLDER = pathlib.Path(__file__).resolve().parent  # of the package
 
 
 def find_clone() -> pathlib.Path | None:
-    """The root of the clone that this package runs from; None where it is installed."""
+    """The root of the clone that this package runs from; None if it is installed."""
     root = FOLDER.parent
     return root if (root / 'setup.py').is_file() and not (FOLDER / BESIDE[0]).is_dir() else None
 
 
 def locate_file(name: str) -> pathlib.Path:
-    """The absolute path of 'package:configs/tiny_cpu.py'; there need be no such file."""
+    """The absolute path of 'package:configs/tiny_cpu.py'; the file need not exist."""
     root = FOLDER if (clone := find_clone()) is None else clone
     return root / name.removeprefix(PACKAGE)
 
@@ -37,19 +37,19 @@ def list_configs() -> list[str]:
 
 
 def name_launcher(name: str) -> str:
-    """'launch.local' or, where it is installed, 'areal_jax.launch.local': the module of a launcher, for python -m."""
+    """The module of a launcher, for python -m: 'launch.local' or, in an installation, 'areal_jax.launch.local'."""
     return f'{"areal_jax." if find_clone() is None else ""}launch.{name}'
 
 
 def build_python_path() -> str:
-    """PYTHONPATH of a process that must import this copy of the package; an installed one is found without it."""
+    """PYTHONPATH for a process that must import this copy of the package; an installed copy needs no entry."""
     clone = find_clone()
     entries = ('' if clone is None else str(clone), os.environ.get('PYTHONPATH', ''))
     return os.pathsep.join(entry for entry in entries if entry)
 
 
 def strip_python_path() -> str:
-    """PYTHONPATH of a process that must not import this package by it: without the clone."""
+    """PYTHONPATH without the clone, for a process that must not import this package through it."""
     clone = find_clone()
     entries = os.environ.get('PYTHONPATH', '').split(os.pathsep)
     return os.pathsep.join(entry for entry in entries if entry and (clone is None or pathlib.Path(entry) != clone))
@@ -65,14 +65,14 @@ def describe_install(extra: str) -> str:
 
 
 def describe_pip(*words: str) -> str:
-    """The shell command that has pip install into the interpreter in use."""
+    """The shell command by which pip installs into the interpreter in use."""
     python, here = pathlib.Path(sys.executable), pathlib.Path.cwd()
     shown = python.relative_to(here) if python.is_relative_to(here) else python
     return shlex.join([str(shown), '-m', 'pip', 'install', *words])
 
 
 def find_command(program: str) -> str:
-    """Returns how this shell finds a command of the package: by name, or beside the interpreter in use."""
+    """Returns a command of the package as this shell finds it: by name, or by its path next to the interpreter."""
     import shutil  # here: a scorer process, which starts in milliseconds, finds none
 
     beside = pathlib.Path(sys.executable).with_name(program)
@@ -80,7 +80,7 @@ def find_command(program: str) -> str:
 
 
 def _list_requirements(extra: str) -> list[str]:
-    """'aiohttp>=3.11' and so on, as the installed package declares them."""
+    """The requirements of an extra, as the installed package declares them: 'aiohttp>=3.11', ..."""
     import importlib.metadata  # here: a scorer process, which starts in milliseconds, lists none
 
     declared = importlib.metadata.requires('areal_jax') or []
@@ -98,13 +98,13 @@ _DIGITS = 12
 def read_code_version() -> str:
     """'0.1.0+1f0c52b6a9de': the release, and a sha256 over the names and bytes of the package's sources.
 
-    The sources are read at the first call: make it when the process starts, before somebody edits them.
+    The sources are read at the first call: call it when the process starts, before someone edits them.
     """
     return f'{__version__}+{digest_sources(_PACKAGE)}'
 
 
 def digest_sources(package: pathlib.Path) -> str:
-    """The first digits of a sha256, in hex, over the sources of a package, without what a clone has beside it."""
+    """The first hex digits of a sha256 over the sources of a package, without the folders in BESIDE."""
     import hashlib  # here: most processes ask for no version of the code
 
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Labels of answers that have a reward; UNSCORED of types.py and tasks/scoring/verifier.py have those without."""
+"""Labels of answers with a reward; types.py (UNSCORED) and tasks/scoring/verifier.py have the labels without one."""
 
-# an answer of code: reward 0, but for partial credit, and for 'visible_only', which passes the tests and fails a hidden
-# one
+# answers that are code: reward 0, except for partial credit and for 'visible_only', which passes the visible tests but
+# fails a hidden one
 CODE = (
     'wrong', 'syntax', 'exception', 'time_limit', 'memory_limit', 'killed', 'forbidden', 'no_code', 'visible_only',
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The names of lanes: a lane is a resource of the clock, and events name the lane that they belong to.
+"""The names of lanes: a lane is a resource of the clock, and an event names its lane.
 
 `engine/K` and `publish/K` are made by the functions below.
 """
@@ -6,11 +6,11 @@
 import dataclasses
 
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
-REGISTRY = 'registry'  # lane: the registry of servers is read in it
-PREPARE = 'prepare'  # lane: programs for another split of the devices are compiled in it
-TOOL = 'tool'  # lane: agents call their tools in it
-PROGRAM = 'program'  # lane: what programs of episodes do next is waited for in it
-EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
+REGISTRY = 'registry'  # lane that reads the registry of servers
+PREPARE = 'prepare'  # lane that compiles programs for another split of the devices
+TOOL = 'tool'  # lane in which agents call their tools
+PROGRAM = 'program'  # lane that waits for the next action of programs of episodes
+EVALUATION_REWARD = 'reward/evaluation'  # lane that verifies answers of an evaluation during training
 EVALUATION_WORK = ('evaluation_prefill', 'evaluation_decode', 'pin')  # kinds of work of such an evaluation
 
 
@@ -30,17 +30,17 @@ def publish_lane(index: int) -> str:
 
 
 def wake_name(engine: str) -> str:
-    """The event that an engine in this process waits for, and that interrupts its rest: a request, weights, a pause."""
+    """The event that wakes an idle engine of this process: a request, weights, a pause."""
     return f'{engine}: a request or weights'
 
 
 def pinned_wake_name(engine: str) -> str:
-    """The event that its requests of a pinned version wait for: a request, weights, or their turn."""
+    """The event that requests of a pinned version wait for in an engine: a request, weights, or their turn."""
     return f'{engine}: a request pinned to a version, or its turn'
 
 
 def control_lane(index: int) -> str:
-    """The lane of calls that control one server, which wait for no load of weights."""
+    """The lane of calls that control one server, separate so that they do not wait for a load of weights."""
     return f'control/{index}'
 
 
@@ -58,7 +58,7 @@ def server_lanes(index: int) -> ServerLanes:
 
 
 def evaluation_lanes(index: int) -> ServerLanes:
-    """Those of an engine that answers evaluations beside training alone: what training waits for is in none of them."""
+    """The lanes of an engine that only answers evaluations during training; training never waits for work in them."""
     return ServerLanes(f'evaluation/{index}', f'evaluation_publish/{index}', control_lane(index))
 
 
@@ -72,10 +72,10 @@ def is_engine_lane(lane: str) -> bool:
 
 
 def is_upkeep_lane(lane: str) -> bool:
-    """True for lanes of looks at servers: they go on while nothing else happens, and so do not show that a run does."""
+    """Whether the lane is for probes of servers, which never stop and so are no sign of progress."""
     return lane_group(lane) in (REGISTRY, 'control')
 
 
 def is_publish_lane(lane: str) -> bool:
-    """True for the lane that transfers new weights and for those in which engines fetch them."""
+    """Whether the lane transfers new weights or is one in which engines fetch them."""
     return lane_group(lane) == PUBLISH

@@ -1,4 +1,4 @@
-"""areal-check-log: an event log against the rules of the loop.
+"""areal-check-log: checks an event log against the rules of the loop.
 
 FILE is the events.jsonl in a workdir, the workdir itself, or a run that main_replay packed. The first line that breaks
 a rule is named, with exit code 2.
@@ -16,7 +16,7 @@ from areal_jax.errors import ExitCode, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, say what was found; returns the exit code."""
+    """Checks the log and prints the result; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_args(arguments)

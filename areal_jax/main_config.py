@@ -1,7 +1,7 @@
-"""areal-config: look up fields of the config.
+"""areal-config: looks up fields of the config.
 
-FIELD is 'staleness.eta', SECTION is 'staleness'; other words find the fields that have them in name, rule or meaning,
-and of several words all. Without words it lists the sections, and the configs that come with the package.
+FIELD is 'staleness.eta', SECTION is 'staleness'; other words find the fields with all these words in name, rule or
+meaning. Without words it lists the sections, and the configs that come with the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, print; returns the exit code."""
+    """Prints the fields; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     words = _build_parser().parse_args(arguments).words

@@ -1,4 +1,4 @@
-"""areal-eval: the scores of a model on held-out problems or a benchmark."""
+"""areal-eval: scores a model on held-out problems or a benchmark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, evaluate, print the table; returns the exit code."""
+    """Evaluates the model and prints the table; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_evaluation_command
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_model, define_path
@@ -82,7 +82,7 @@ def _define_flags() -> flags.FlagValues:
 
 
 def _require_place(json: str | None) -> pathlib.Path | None:
-    """Where --json says; raises UserError for a place that cannot be written, before anything is evaluated."""
+    """The path of --json; raises UserError if it cannot be written, before anything is evaluated."""
     if json is None:
         return None
     path = pathlib.Path(json)

@@ -1,4 +1,4 @@
-"""areal-export: the weights of a run as a directory that other programs load, and on the Hugging Face Hub."""
+"""areal-export: exports the weights of a run to a directory that other programs load, and to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_PUSH = ('private', 'revision', 'message')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, export, say where; returns the exit code."""
+    """Exports the weights and prints where; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_args(arguments)

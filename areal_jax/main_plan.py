@@ -1,4 +1,4 @@
-"""areal-plan: the layout and the settings of a run for given devices, model and lengths, found by simulation."""
+"""areal-plan: finds layout and settings of a run for given devices, model and lengths, by simulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, search, print; returns the exit code."""
+    """Searches and prints the plan; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_args(arguments)
@@ -57,7 +57,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    """A whole number above 0."""
+    """Parses a whole number above 0."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f'{text!r} must be a whole number, at least 1')

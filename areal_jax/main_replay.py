@@ -1,4 +1,4 @@
-"""areal-replay: a run of the real clock, made again from its log.
+"""areal-replay: repeats a run of the real clock from its log.
 
 The replay ends with the weights of the run, or names the first event that differs. --portable=FILE packs a run into one
 file, which --from replays elsewhere.
@@ -19,7 +19,7 @@ from areal_jax.errors import ExitCode, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, replay or pack, say what was found; returns the exit code."""
+    """Replays or packs the run and prints the result; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_args(arguments)

@@ -1,7 +1,7 @@
-"""areal-report: the report, the timeline and the plots of a run, made again from its files.
+"""areal-report: rebuilds the report, the timeline and the plots of a run from its files.
 
-The run may have finished, have been stopped or killed at any moment, or be running still.
---compare RUN RUN ... sets the reports of several workdirs beside each other, on the terminal and in compare.html.
+The run may have finished, have been stopped or killed at any moment, or still be running.
+--compare RUN RUN ... compares the reports of several workdirs side by side, on the terminal and in compare.html.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, 
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
 
-COMPARISON = 'compare.html'  # where --out names no other file
+COMPARISON = 'compare.html'  # default of --out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, rebuild or compare, say where; returns the exit status."""
+    """Rebuilds the report or compares runs, and prints where; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_args(arguments)

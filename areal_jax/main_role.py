@@ -1,4 +1,4 @@
-"""areal-role: one process of a run in roles, which an executor starts (docs/cluster/index.md)."""
+"""areal-role: runs one process of a run in roles; started by an executor (docs/cluster/index.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, check the directory, run the role; returns the exit code."""
+    """Checks the directory and runs the role; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
@@ -58,7 +58,7 @@ def _generate(command: CommandLine, process: RoleProcess, interrupts: Interrupts
     from areal_jax.config.kinds import SERVER, find_server, resolve
 
     launch = find_server(command.config.rollout.server).launch
-    assert launch is not None  # require_role
+    assert launch is not None  # by require_role
     code: int = resolve(launch.serve, SERVER)(command.config, process, interrupts)
     return code
 
@@ -95,7 +95,7 @@ def _parse_process(values: flags.FlagValues) -> RoleProcess:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_path

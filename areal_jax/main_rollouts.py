@@ -1,4 +1,4 @@
-"""areal-rollouts: the answers that a run keeps, as a table, in full, or two of them beside each other."""
+"""areal-rollouts: shows the answers that a run keeps: as a table, in full, or two of them side by side."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode
 
-# those of views.ORDERS, which --help does not import
+# equal to rollout_views.ORDERS, which --help does not import
 _ORDERS = tuple(s + name for name in ('update', 'reward', 'advantage', 'age', 'length') for s in ('', '-'))
-_WIDTH = 100  # where the output is no terminal
+_WIDTH = 100  # if the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, read, print; returns the exit code."""
+    """Prints the answers; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_intermixed_args(arguments)
@@ -52,7 +52,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _read(workdir: pathlib.Path) -> list[dict]:
-    """Raises UserError where nothing can be shown."""
+    """Reads the kept groups; raises UserError if the workdir keeps no answer."""
     from areal_jax.config import CONFIG
     from areal_jax.errors import UserError
     from areal_jax.telemetry.rollout_views import EVALUATED, read_rollouts
@@ -86,7 +86,7 @@ def _show_answer(groups: list[dict], options: argparse.Namespace, width: int) ->
 
 
 def _describe(workdir: pathlib.Path, records: list[dict]) -> str:
-    """What is kept, and whether the run goes on."""
+    """The numbers of kept groups and answers, and the process that uses the workdir."""
     from areal_jax.files import find_holder
 
     updates = [record['update'] for record in records]

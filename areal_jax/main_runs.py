@@ -1,4 +1,4 @@
-"""areal-runs: the runs below a directory with state, updates, scores, and the fields in which their configs differ."""
+"""areal-runs: lists the runs below a directory with state, updates, scores and differing config fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDERS = ('active', 'name', 'reward', 'score', 'size', 'started', 'state', 'upd
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, read, print; returns the exit code."""
+    """Prints the list; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_intermixed_args(arguments)

@@ -1,4 +1,4 @@
-"""areal-score: the rewards of given answers to the problems of a task, without a model."""
+"""areal-score: computes the rewards of given answers to the problems of a task, without a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGAIN = 'the same command goes on'
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, score, print the table; returns the exit code."""
+    """Scores the answers and prints the table; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_command
@@ -37,7 +37,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.score.scoring import Scoring, describe_failures, render_summary
 
-    # stdout is for the summary alone where a program reads it
+    # with --json, stdout carries only the summary, for a program
     redirected = contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext()
     with redirected:
         scoring = Scoring(
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_path

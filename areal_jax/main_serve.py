@@ -1,4 +1,4 @@
-"""areal-serve: answers of a model over HTTP, or in the protocol of the kind in rollout.server."""
+"""areal-serve: serves a model over HTTP, or in the protocol of the kind in rollout.server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, bind, build, serve; returns the exit code."""
+    """Binds the port, builds the model and serves; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
@@ -75,7 +75,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) -> Heartbeat:
-    """In the registry of the run, at first without an address: what is being built is known to live."""
+    """Registers with the run, at first without an address, so that the server counts as alive while it is built."""
     from areal_jax.app.roles.roles import end_fenced
     from areal_jax.config.kinds import OWN_CLIENT
     from areal_jax.installation import read_code_version
@@ -89,7 +89,7 @@ def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) 
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_model, define_path

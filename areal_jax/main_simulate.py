@@ -1,4 +1,4 @@
-"""areal-simulate: a run of the production controller on a modelled cluster, without weights."""
+"""areal-simulate: runs the production controller on a modelled cluster, without weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, build, run; returns the exit code."""
+    """Runs the simulation, or calibrates prices; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_flags, parse_train_command
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _calibrate(values: flags.FlagValues) -> int:
-    """Fits prices, predicts the runs that were left out, and prints both."""
+    """Fits prices, predicts the held-out runs, and prints both; returns the exit code."""
     from areal_jax.app.simulate.calibrated_runs import as_json, calibrate_runs, describe_table, predict_run
     from areal_jax.files import write_json
 
@@ -71,7 +71,7 @@ def _calibrate(values: flags.FlagValues) -> int:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_path, define_paths

@@ -1,9 +1,9 @@
-"""areal-sweep: the runs of a sweep or a study, and its table.
+"""areal-sweep: runs a sweep or a study, and makes its table.
 
-FILE has get_config() and, beside it, get_sweep(), which returns {name of an arm: {'section.field': value}}. The same
-command goes on after whatever ended it, and makes the table of a sweep that has finished again. A FILE with get_study()
-in place of get_sweep() is a study, docs/study.md; --quick runs its short form. One with get_programs() trains its arms
-as programs of many arms, docs/frictions.md; it has a short form too.
+FILE has get_config() and get_sweep(), which returns {name of an arm: {'section.field': value}}. The same command
+continues after any interruption, and rebuilds the table of a finished sweep. A FILE with get_study() in place of
+get_sweep() is a study, docs/study.md; --quick runs its short form. A FILE with get_programs() trains its arms as
+programs of many arms, docs/frictions.md; it has a short form too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, run what has not finished, write the table; returns the exit code."""
+    """Runs the unfinished arms and writes the table; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import defines, parse_command, require_workdir
@@ -83,7 +83,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
-    """Checks all arms, runs what has not finished, writes the page; returns the exit code."""
+    """Checks all arms, runs the unfinished ones and writes the page; returns the exit code."""
     from areal_jax.studies.study import Study
 
     if values.only:
@@ -93,7 +93,7 @@ def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.
 
 
 def _run_programs(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
-    """Checks all arms, trains what has not finished, writes the scores; returns the exit code."""
+    """Checks all arms, trains the unfinished ones and writes the scores; returns the exit code."""
     from areal_jax.studies.stages import ProgramSweep
 
     if values.only:
@@ -111,7 +111,7 @@ class _Runs(Protocol):
 
 
 def _run_all(runs: _Runs, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
-    """Prints or runs the commands, while no other process works in the directory; returns the exit code."""
+    """Prints the commands, or runs them with the directory locked; returns the exit code."""
     from areal_jax.files import DirectoryLock
 
     if values.dry_run:
@@ -125,7 +125,7 @@ def _run_all(runs: _Runs, values: flags.FlagValues, workdir: pathlib.Path, inter
 
 
 def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Results:
-    """Writes results.csv, differences.csv, results.md and, where matplotlib is installed, the plots."""
+    """Writes results.csv, differences.csv, results.md and, if matplotlib is installed, the plots."""
     from areal_jax.app.sweep.sweep_results import FILE, build_results, render_page, write_tables
     from areal_jax.files import write_text
 
@@ -143,7 +143,7 @@ def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Re
 
 
 def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped: bool) -> int:
-    """The exit code, after a line on what there is; raises UserError for arms that failed."""
+    """Prints a summary and returns the exit code; raises UserError for failed arms."""
     from areal_jax.app.sweep.sweep_results import FILE, describe_missing, summarize_sweep
 
     print('\n'.join(summarize_sweep(results, workdir)) if sys.stdout.isatty() else workdir / FILE, flush=True)
@@ -160,7 +160,7 @@ def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped
 
 
 def define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_path

@@ -1,4 +1,4 @@
-"""areal-train: a run in this process, from a config file to its report."""
+"""areal-train: makes a run in this process, from a config file to its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """Parse, build, run; returns the exit code."""
+    """Builds and trains the run; returns the exit code."""
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
@@ -73,7 +73,7 @@ def _describe_stop(workdir: pathlib.Path) -> str:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, besides --config."""
+    """Defines the flags of this command except --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_path

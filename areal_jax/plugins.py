@@ -1,9 +1,9 @@
-"""Functions of the user's own: 'path/to/file.py:name' or 'package.module:name', loaded from where the text says.
+"""Loads user functions given as 'path/to/file.py:name' or 'package.module:name'.
 
 'package:configs/templates/two_turns.py:build' is a function of a file that comes with this package.
 
-Used for own tasks, rewards, advantages, workflows and telemetry hooks, in this process and in scorer processes. It uses
-the error type and `suggest` alone, and imports no jax.
+Used for the user's tasks, rewards, advantages, workflows and telemetry hooks, in this process and in scorer processes.
+It imports only errors.py and installation.py of the package, and no jax.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from areal_jax.installation import PACKAGE, locate_file
 
 Function: TypeAlias = Callable[..., object]
 
-VERIFIERS = 'verifiers:'  # task.name: a taskset of that framework follows, and no function
+VERIFIERS = 'verifiers:'  # prefix of task.name: a taskset of that framework follows, not a function
 _PACKAGE = f'{pathlib.Path(__file__).parent}/'
-_DIGEST = '__areal_jax_digest__'  # of the source that a module was made from
+_DIGEST = '__areal_jax_digest__'  # attribute with the digest of a module's source
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is 'FILE:FUNCTION' or 'MODULE:FUNCTION', and not one that this project declares."""
+    """Whether a name is 'FILE:FUNCTION' or 'MODULE:FUNCTION', and not a name that this project declares."""
     return ':' in name and not is_environment(name)
 
 
@@ -41,14 +41,14 @@ def is_environment(name: str) -> bool:
 
 
 def load_function(spec: str, field: str) -> Function:
-    """The function 'path/to/file.py:name' (absolute or relative to the working directory) or 'package.module:name'.
+    """Loads 'path/to/file.py:name' (absolute or relative to the working directory) or 'package.module:name'.
 
-    A file is a module under a name that depends on its path alone, run once per process unless it changes.
+    A file becomes a module whose name depends only on its path; it runs once per process unless it changes.
 
     Args:
       field: the config field that holds `spec`, for errors: 'task.name'.
 
-    Raises UserError that names the field, the spec, and the file and line where loading it raises.
+    Raises UserError that names the field and the spec, and the file and line of an exception while loading.
     """
     place, name = _split(spec, field)
     module = load_module(spec, field)
@@ -68,15 +68,15 @@ def load_module(spec: str, field: str) -> types.ModuleType:
 
 
 def absolute_spec(spec: str) -> str:
-    """The spec with an absolute path, which means the same in every working directory; others mean it unchanged."""
+    """The spec with an absolute path, valid in every working directory; a spec without a path stays unchanged."""
     place, _, name = spec.rpartition(':')
     return f'{_path(place)}:{name}' if _is_file(place) and not place.startswith(PACKAGE) else spec
 
 
 def spec_of(function: Function) -> str:
-    """How another process finds a function of a module or of a loaded file: the inverse of `load_function`.
+    """The spec by which another process finds a function of a module or a loaded file: inverts `load_function`.
 
-    What is not declared at the top level of its module has a spec too, which `load_function` refuses.
+    A function that is not at the top level of its module also has a spec, but `load_function` refuses it.
     """
     module_name = getattr(function, '__module__', None) or type(function).__module__
     module = sys.modules.get(module_name)
@@ -85,14 +85,14 @@ def spec_of(function: Function) -> str:
 
 
 def source_file(spec: str, field: str) -> pathlib.Path | None:
-    """The file that holds the function of `spec`; None for a module without one. Raises UserError."""
+    """The file that holds the function of `spec`; None for a module without a file. Raises UserError."""
     file = getattr(load_module(spec, field), '__file__', None)
     return pathlib.Path(file) if file else None
 
 
 @contextlib.contextmanager
 def raising_user_error(spec: str, field: str) -> Iterator[None]:
-    """Around a call of the user's own code: what it raises becomes a UserError with the file and the line."""
+    """Wraps a call of user code: turns its exceptions into a UserError with the file and the line."""
     try:
         yield
     except UserError:
@@ -124,7 +124,7 @@ def _load_file(spec: str, field: str) -> types.ModuleType:
     # Not imported with a loader: it would write a .pyc, which an edit within the same second does not outdate.
     code = compile(source, str(path), 'exec', dont_inherit=True)
     before = sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses and pickle look a class up by the name of its module
+    sys.modules[name] = module  # dataclasses and pickle look up a class by its module's name
     try:
         exec(code, vars(module))
     except BaseException:

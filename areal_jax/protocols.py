@@ -1,7 +1,7 @@
 """The interfaces of the loop's parts: clock, engines, pool, workflow, learner, channel, verifier and prompt stream.
 
-The controller (control/) and the pool (rollout/) are typed on these alone. The implementations are in control/clocks/,
-rollout/, learning/, publication/ and tasks/. Nothing here imports jax.
+The controller (control/) and the pool (rollout/) depend only on these types. The implementations are in
+control/clocks/, rollout/, learning/, publication/ and tasks/. Nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Event(Protocol):
 
 
 class Inbox(Protocol):
-    """Where other threads put items for the program; each enters in its turn among the completions of the clock."""
+    """A queue in which other threads put items for the program; each enters in turn among the clock's completions."""
 
     def put(self, item: Any) -> None: ...
 
@@ -52,7 +52,7 @@ class Inbox(Protocol):
 
 
 class Clock(Protocol):
-    """Everything that the host side waits for goes through these calls (control/clocks/)."""
+    """The calls through which the host waits for everything (control/clocks/)."""
 
     def now(self) -> float:
         """Clock seconds: the time of the last completion released."""
@@ -63,23 +63,23 @@ class Clock(Protocol):
     def inbox(self, name: str, *, may_idle: bool = False) -> Inbox: ...
 
     async def run(self, lane: str, fn: Callable[[], Result], work: Work) -> Result:
-        """Blocking work on the lane's own thread; `fn` touches nothing that another lane reads."""
+        """Does blocking work on the lane's thread; `fn` touches no data that another lane reads."""
         ...
 
     async def wait(self, event: Event, timeout_s: float | None = None) -> bool:
-        """True when the event is set, False at the deadline."""
+        """Waits for the event; returns True when it is set, False at the deadline."""
         ...
 
     async def call(self, lane: str, fn: Callable[[], Awaitable[Result]], work: Work, deadline_s: float) -> Result:
-        """I/O: `fn` is called and awaited on the I/O loop; TimeoutError that names the call at its wall-time deadline.
+        """Does I/O: `fn` is called and awaited on the I/O loop. Raises TimeoutError at its wall-time deadline.
 
-        `fn` touches nothing that the host's loop or a lane reads.
+        The error names the call. `fn` touches no data that the host's loop or a lane reads.
         """
         ...
 
 
 class Generation(Protocol):
-    """One open request: iterate for its segments. An iterator object: nothing depends on when it is collected."""
+    """One open request: iterate for its segments. An iterator object, so garbage collection has no effect on it."""
 
     @property
     def finish_reason(self) -> EngineFinish | None:
@@ -97,14 +97,14 @@ class Generation(Protocol):
 
 
 class Generator(Protocol):
-    """What a workflow generates with: a pool, or a pool at one version (evaluation/evaluator.py)."""
+    """A source of generations for a workflow: a pool, or a pool at one version (evaluation/evaluator.py)."""
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
-        """Starts the request; on the engine `prefer` where there is one of that name."""
+        """Starts the request, on the engine `prefer` if it exists."""
         ...
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Ends the request with the reason 'cancelled'; what was delivered stays. One that is not open is ignored."""
+        """Ends the request with the reason 'cancelled'; delivered segments stay. Ignores a request that is not open."""
         ...
 
     def cancel_all(self) -> None:
@@ -113,10 +113,10 @@ class Generator(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """What the pool drives, in this process or behind a network; tests/rollout/engine_contract.py is its contract.
+    """An engine of the pool, in this process or behind a network; tests/rollout/engine_contract.py is its contract.
 
-    Nothing is lost or repeated: every token that was generated is in exactly one segment. An action that an engine
-    refuses, or whose outcome it does not know, raises an error of its own; returning means that it was done.
+    Nothing is lost or repeated: every generated token is in exactly one segment. An action that an engine refuses, or
+    whose outcome it does not know, raises an error; returning means that the action was done.
     """
 
     @property
@@ -128,16 +128,16 @@ class RolloutEngine(Protocol):
     def generate(self, request: GenerationRequest) -> Generation:
         """Accepts the request; raises UserError for one that cannot fit the engine.
 
-        A request with a version is decoded with the weights pinned for it, whatever is swapped in meanwhile.
+        A request with a version is decoded with the weights pinned for it, even if others are swapped in meanwhile.
         """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Ends the request with the reason 'cancelled'; what was delivered stays. An unknown request is ignored."""
+        """Ends the request with the reason 'cancelled'; delivered segments stay. Ignores an unknown request."""
         ...
 
     async def stage(self, published: PublishedWeights) -> None:
-        """Fetches the weights while decoding goes on; returns when they can be swapped in."""
+        """Fetches the weights while decoding continues; returns when they can be swapped in."""
         ...
 
     async def swap(self, version: int) -> float:
@@ -149,7 +149,7 @@ class RolloutEngine(Protocol):
         ...
 
     def unpin(self, version: int) -> None:
-        """Lets the weights of the version go; no request of it is open."""
+        """Releases the weights of the version, which has no open request."""
         ...
 
     async def pause(self) -> None:
@@ -157,7 +157,7 @@ class RolloutEngine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Ends a pause. Nobody waits for it: an engine that cannot continue fails on its own."""
+        """Ends a pause. No caller waits for it: an engine that cannot continue fails by itself."""
         ...
 
     def open_requests(self) -> Sequence[GenerationRequest]:
@@ -171,23 +171,23 @@ class Pool(Generator, Protocol):
     """The engines of a run as one (rollout/pool.py)."""
 
     def cancel_all(self, version: int | None = None) -> None:
-        """Ends every open request (of that version, where one is given) with the reason 'cancelled'."""
+        """Ends every open request (only those pinned to `version`, if given) with the reason 'cancelled'."""
         ...
 
     async def load_weights(self, published: PublishedWeights) -> float:
-        """Every engine fetches the weights and swaps them in; returns the longest pause of decoding in seconds."""
+        """Fetches the weights on every engine and swaps them in; returns the longest pause of decoding in seconds."""
         ...
 
     async def pin(self, published: PublishedWeights) -> None:
-        """Every engine fetches the weights and keeps them for requests of that version."""
+        """Fetches the weights on every engine and keeps them for requests of that version."""
         ...
 
     def unpin(self, version: int) -> None:
-        """Every engine lets the weights of the version go; its open requests are cancelled."""
+        """Releases the weights of the version on every engine, and cancels the version's open requests."""
         ...
 
     def pinned_versions(self) -> Sequence[int]:
-        """Those that engines keep or are fetching."""
+        """The versions that engines keep or are fetching."""
         ...
 
     async def pause(self) -> None:
@@ -197,27 +197,27 @@ class Pool(Generator, Protocol):
     def resume(self) -> None: ...
 
     def open_requests(self) -> int:
-        """Requests of training that have not ended, whether an engine has them or not."""
+        """The number of training requests that have not ended, with or without an engine."""
         ...
 
     def serving_engines(self) -> int:
-        """Engines that take new requests of training."""
+        """The number of engines that take new training requests."""
         ...
 
     def watch(self, note_room: Callable[[], None]) -> None:
-        """Calls `note_room` when a request of training has ended, and when an engine came or went."""
+        """Calls `note_room` whenever a training request has ended, or an engine has joined or left."""
         ...
 
     def order(self) -> list[tuple[str, int, int]]:
-        """(engine, draw, sample) of every open request of training, in the order in which engines serve them."""
+        """(engine, draw, sample) of every open training request, in the order in which engines serve them."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What is known and decided of engines that a resumed run has too; JSON-able."""
+        """The observations of engines, and decisions on them, that a resumed run keeps; JSON-able."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, before any request is open."""
+        """Continues from a state, before any request is open."""
         ...
 
 
@@ -225,16 +225,16 @@ class ChangingPool(Pool, Protocol):
     """A pool whose engines join and leave while it generates."""
 
     async def join(self, engine: RolloutEngine) -> None:
-        """Takes in an engine that has started; returns when it has the version of the others and gets requests."""
+        """Takes in a started engine; returns when it has the others' version and gets requests."""
         ...
 
     async def leave(self, name: str, reason: str) -> RolloutEngine:
-        """The engine, paused and without requests: they go on elsewhere with everything generated so far."""
+        """Removes and returns an engine, paused; its requests continue on others with all their generated tokens."""
         ...
 
 
 class Episode(Protocol):
-    """One answer in the making, as a workflow sees it (control/episode.py)."""
+    """One unfinished answer, as a workflow sees it (control/episode.py)."""
 
     sample: int
     segments: list[Segment]
@@ -245,12 +245,12 @@ class Episode(Protocol):
 
 
 class Workflow(Protocol):
-    """How a prompt becomes an answer: one turn, several turns, tools (rollout/scoring.py)."""
+    """Turns a prompt into an answer: one turn, several turns, tools (rollout/scoring.py)."""
 
     async def run(self, prompt: Prompt, episode: Episode) -> None:
         """Appends segments to the episode and sets its engine and finish reason; an episode with segments continues.
 
-        The finish reason stays None where a request was cancelled: such an episode has no answer.
+        The finish reason stays None if a request was cancelled: such an episode has no answer.
         """
         ...
 
@@ -259,17 +259,17 @@ class Learner(Protocol):
     """The trainer: plain blocking calls that the controller runs on the lane `learner`, in order."""
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
-        """Trains on one batch; `version` is the version before it. Returns metrics, also for empty data."""
+        """Trains on one batch; `version` is the version before the update. Returns metrics, even for empty data."""
         ...
 
     def publish(self, version: int) -> Weights:
-        """A copy of the weights that no later update can touch, for Channel.transfer."""
+        """Returns a copy of the weights that later updates do not change, for Channel.transfer."""
         ...
 
     def save(self) -> Weights:
-        """A host-safe copy of weights and optimizer state, for the checkpoint's writer on the lane `disk`.
+        """Returns a host-safe copy of weights and optimizer state, for the checkpoint writer on the lane `disk`.
 
-        Over several processes it holds this process's part; the others write theirs when the writer tells them to.
+        With several processes it holds this process's part; the others write their parts when the writer tells them.
         """
         ...
 
@@ -284,17 +284,17 @@ class Channel(Protocol):
         ...
 
     def receive(self, published: PublishedWeights) -> Weights:
-        """The weights as an engine's backend takes them, checked against the manifest.
+        """Returns the weights in the form for an engine's backend, verified against the manifest.
 
-        Runs on the lane `publish/K` of engine K: from several threads at the same time. The channels of publication/
+        Runs on the lane `publish/K` of engine K, so on several threads at the same time. The channels of publication/
         also take the devices of the engine, which app/parts/engines.py binds.
         """
         ...
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Versions below `version` will not be received any more, but for the `pinned` ones.
+        """Notes that versions below `version` will not be received any more, except the `pinned` ones.
 
-        All engines that there are have `version`, where no schedule asks for earlier ones.
+        Unless a schedule asks for earlier versions, all present engines have `version`.
         """
         ...
 
@@ -309,7 +309,7 @@ class Verifier(Protocol):
         finish_reason: FinishReason,
         describe_episode: Callable[[], dict[str, Any]] | None = None,
     ) -> Verdict:
-        """The verdict on one answer; `describe_episode` is called for a scorer that asks for the episode as JSON."""
+        """Returns the verdict on an answer; calls `describe_episode` for a scorer that asks for the episode as JSON."""
         ...
 
 
@@ -317,7 +317,7 @@ class PromptStream(Protocol):
     """A resumable, seeded stream of prompts."""
 
     def draw(self) -> Prompt:
-        """The next prompt; its `draw` is one more than the last."""
+        """Takes the next prompt; its `draw` is one more than the last."""
         ...
 
     def state(self) -> Mapping[str, Any]:

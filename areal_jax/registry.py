@@ -1,12 +1,12 @@
-"""The entries of a run's registry: what a process says of itself, and which of several holders of one name counts.
+"""The entries of a run's registry: each describes a process, and the newest holder of a name counts.
 
     WORKDIR/registry/engine-3.000002.5f0c1b9a.json    name, incarnation, token
 
-Each start writes a file of its own under a name that it does not share, so nothing is ever replaced by another process
-and no lock is needed. The incarnation is one more than the highest there is; two processes that start at the same time
-may count alike, and then the larger token wins. The highest (incarnation, token) of a name is its holder: every reader
-comes to the same one, and it never goes back. A holder removes the files of earlier holders, which learn from this that
-they have lost the name. The time of change of the file is the heartbeat.
+Each start writes a separate file with a unique name, so no process replaces another's file and no lock is needed. The
+incarnation is one more than the highest existing one; two processes that start at the same time may get the same
+incarnation, and then the larger token wins. The highest (incarnation, token) of a name is its holder: every reader
+finds the same holder, and the order never goes back. A holder removes the files of earlier holders, which thereby
+learn that they have lost the name. The file's modification time is the heartbeat.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from areal_jax.errors import LostPeerError, UserError
 REGISTRY = 'registry'  # in the workdir
 _FILE = re.compile(r'(.+)\.(\d{6,})\.([0-9a-f]{8})\.json')
 _NAME = re.compile(r'[\w:@-][\w.:@-]*')
-_MOST_BYTES = 1 << 20  # of an entry, which has a config at most
-_LOOKS = 3  # at a directory in which a file cannot be read: it may be half written, or its holder has just changed
+_MOST_BYTES = 1 << 20  # of an entry; its largest part is a config
+_LOOKS = 3  # at a directory with an unreadable file: it may be half written, or its holder has just changed
 
-Order = tuple[int, str]  # of the holders of one name: the highest counts
+Order = tuple[int, str]  # (incarnation, token): the highest is the holder of a name
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a process says of itself."""
+    """The entry of one process."""
 
     name: str  # 'engine-3'
     incarnation: int  # counts the holders of the name, from 1
     token: str  # random, eight hexadecimal digits
     address: str = ''  # 'http://host:port', 'host:port'; '' = takes no calls
-    kind: str = ''  # of an engine: which client speaks to it
-    role: str = ''  # with `index`, where it is one process of a run in roles
+    kind: str = ''  # of an engine: the kind of client that talks to it
+    role: str = ''  # with `index`, for a process of a run in roles
     index: int | None = None
     host: str = ''
     process: int = 0
     code: str = ''  # version of this package
-    is_leaving: bool = False  # it takes nothing new
-    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what else its readers may need
+    is_leaving: bool = False  # it takes no new work
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further data for readers
     heartbeat: int | None = None  # changes while the process lives
 
     @property
@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def holder(self) -> str:
-        """'2-5f0c1b9a': names the process, and travels with requests that are meant for it alone."""
+        """'2-5f0c1b9a': identifies the process; sent with requests that only this process may serve."""
         return f'{self.incarnation}-{self.token}'
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class FencedError(UserError):
 class Registration:
     """The entry of this process, which takes the name from its earlier holder.
 
-    Raises UserError for a name that no file can have, FencedError if another process took it at the same time.
+    Raises UserError for an invalid name, FencedError if another process took it at the same time.
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry):
@@ -84,7 +84,7 @@ class Registration:
             pass
 
     def steps(self, workdir: pathlib.Path, entry: Entry) -> Iterator[str]:
-        """What the constructor does, between accesses to the directory: a test lets other processes act there."""
+        """The constructor's steps; yields between accesses to the directory, where a test lets other processes act."""
         if not _NAME.fullmatch(entry.name):
             raise UserError(f'--name={entry.name!r} is no name in a registry: use letters, digits, - and .')
         self._directory = workdir / REGISTRY
@@ -103,16 +103,16 @@ class Registration:
         self.remove_earlier()
 
     def remove_earlier(self) -> None:
-        """Tells earlier holders that they have lost the name. Raises FencedError where this process has lost it."""
+        """Removes entries of earlier holders, which tells them so. Raises FencedError if this process lost the name."""
         for order in list_orders(self._directory).get(self.entry.name, []):
             if order < self.entry.order:
                 file_of(self._directory, self.entry.name, order).unlink(missing_ok=True)
         self._require_newest()
 
     def beat(self) -> None:
-        """Says that this process is alive; several times in a reader's patience.
+        """Signals that this process is alive; call it several times within a reader's patience.
 
-        Raises FencedError where another process has the name. An entry that was removed is written again.
+        Raises FencedError if another process has the name. A removed entry is written again.
         """
         try:
             os.utime(self.path)
@@ -127,7 +127,7 @@ class Registration:
         self._write()
 
     def close(self) -> None:
-        """The entry stays and says that its process is leaving, unless another one has the name."""
+        """Marks the entry as leaving, unless another process has the name; the entry stays."""
         with contextlib.suppress(FencedError):
             self._require_newest()
             if not self.entry.is_leaving:
@@ -158,7 +158,7 @@ def file_of(directory: pathlib.Path, name: str, order: Order) -> pathlib.Path:
 
 
 def list_orders(directory: pathlib.Path) -> dict[str, list[Order]]:
-    """All holders that a name has a file of, by name."""
+    """The (incarnation, token) of all files, by name."""
     found: dict[str, list[Order]] = {}
     try:
         names = os.listdir(directory)
@@ -171,7 +171,7 @@ def list_orders(directory: pathlib.Path) -> dict[str, list[Order]]:
 
 
 def read_entry(path: pathlib.Path) -> Entry | None:
-    """The entry in a file; None if it is gone, incomplete, or holds another process's name.
+    """Reads the entry in a file; None if it is gone, incomplete, or does not match the file's name.
 
     Unknown fields are ignored.
     """
@@ -196,7 +196,7 @@ def read_entry(path: pathlib.Path) -> Entry | None:
 
 
 def read_entries(workdir: pathlib.Path) -> list[Entry]:
-    """The holder of each name, by name; one whose file cannot be read after several looks is left out."""
+    """The holder of each name, sorted by name; holders whose file stays unreadable for _LOOKS looks are left out."""
     directory = workdir / REGISTRY
     for _ in range(_LOOKS):
         newest = {name: max(orders) for name, orders in list_orders(directory).items()}
@@ -206,7 +206,7 @@ def read_entries(workdir: pathlib.Path) -> list[Entry]:
     return [entry for entry in found if entry is not None]
 
 
-# Whether a directory can hold the registry and the checkpoints of a run: tried out, before anything depends on it.
+# Tests whether a directory can hold the registry and the checkpoints of a run, before anything depends on it.
 
 
 _FIX = 'use a --workdir on a file system that all hosts share, NFS or Lustre for instance'
@@ -214,9 +214,9 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errn
 
 
 def require_usable(workdir: pathlib.Path) -> None:
-    """Writes, renames, lists, reads, touches and locks files of the registry; leaves none behind.
+    """Writes, renames, lists, reads, touches and locks files of the registry; leaves no file behind.
 
-    Raises UserError that names the directory and what does not work there.
+    Raises UserError that names the directory and the operation that does not work there.
     """
     directory = workdir / REGISTRY
     with _doing('making it', directory):
@@ -268,7 +268,7 @@ def _require(holds: Callable[[], bool], action: str, directory: pathlib.Path) ->
             raise UserError(f'{directory}: {action} does not give what was put there: {_FIX}')
 
 
-# The heartbeat of a process, on a thread that does nothing else: whatever else it does, it says that it is alive.
+# The heartbeat of a process, on a separate thread, so it does not depend on the process's other work.
 
 
 PERIOD_S = 1.0  # between two heartbeats
@@ -277,12 +277,12 @@ OnFenced = Callable[[FencedError], None]
 
 
 class Heartbeat:
-    """A context manager: inside, the process is registered and its heartbeat goes on.
+    """A context manager: inside, the process is registered and its heartbeat runs.
 
     Args:
       entry: see Registration.
-      on_fenced: called once, on the thread, where another process takes the name; then the heartbeat ends. May be
-        replaced by another function.
+      on_fenced: called once, on the thread, if another process takes the name; then the heartbeat ends. The attribute
+        may be set to another function.
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry, on_fenced: OnFenced):
@@ -305,7 +305,7 @@ class Heartbeat:
         return self.registration.entry
 
     def note_leaving(self) -> None:
-        """Nothing new is taken."""
+        """Marks the entry as leaving: the process takes no new work."""
         self.update(is_leaving=True)
 
     def update(self, **changes: object) -> None:
@@ -319,22 +319,22 @@ class Heartbeat:
                 with (
                     contextlib.suppress(OSError),
                     self._lock,
-                ):  # a file system away for a while
+                ):  # the file system may be away for a while
                     self.registration.beat()
             except FencedError as error:
                 self.on_fenced(error)
                 return
 
 
-# Which processes of a registry are alive, and waits for those that shall come.
+# Finds the living processes of a registry, and waits for expected ones.
 #
-# A heartbeat is a change of its entry, seen twice by one reader on its own clock: no clocks of two machines are
-# compared, and the rest of a dead process is never taken for a living one.
+# A heartbeat is a change of the entry between two looks of one reader, on its own clock: no clocks of two machines are
+# compared, and the entry of a dead process is never taken for a living one.
 
 
-PATIENCE_S = 10.0  # without a heartbeat a process is no longer taken for alive
-LOOK_S = 0.25  # between two looks of a process that waits
-REPORT_S = 10.0  # between two sentences of one
+PATIENCE_S = 10.0  # longest time without a heartbeat of a process that counts as alive
+LOOK_S = 0.25  # between two looks of a waiting process
+REPORT_S = 10.0  # between two messages of a waiting process
 
 
 class Presence:
@@ -342,11 +342,11 @@ class Presence:
 
     def __init__(self, workdir: pathlib.Path, *, now: Callable[[], float] = time.monotonic):
         self._workdir, self._now = workdir, now
-        self._beats: dict[str, tuple[Order, int | None]] = {}  # by name: at the last look
-        self._alive: dict[str, tuple[Order, float]] = {}  # by name: whose heartbeat was seen to change, and when
+        self._beats: dict[str, tuple[Order, int | None]] = {}  # by name: order and heartbeat at the last look
+        self._alive: dict[str, tuple[Order, float]] = {}  # by name: whose heartbeat changed, and when
 
     def look(self) -> dict[str, Entry]:
-        """The living by name: not leaving, and with a heartbeat that has changed within the patience."""
+        """The living entries by name: not leaving, and with a heartbeat that changed within PATIENCE_S."""
         now = self._now()
         entries = {entry.name: entry for entry in read_entries(self._workdir)}
         for name, entry in entries.items():
@@ -371,13 +371,13 @@ def await_living(
     accept: Callable[[Mapping[str, Entry]], bool] = lambda found: True,
     say: Callable[[str], None] = lambda sentence: print(sentence, flush=True),
 ) -> dict[str, Entry]:
-    """The entries of these names when all are alive and `accept` takes them.
+    """Waits until all these names are alive and `accept` takes them; returns their entries.
 
     Args:
-      what: of whom a process that waits says that it does: 'learner 0 of attempt 2'.
-      fix: what to do where they do not come.
+      what: the awaited processes, for messages: 'learner 0 of attempt 2'.
+      fix: what to do if they do not come.
 
-    Raises LostPeerError that names the processes that have not come within the deadline.
+    Raises LostPeerError that names the processes that did not come within the deadline.
     """
     presence, began = Presence(workdir), time.monotonic()
     reported = began

@@ -1,7 +1,7 @@
-"""What flows through the loop: prompts, segments, trajectories, batches and weights.
+"""The data that flow through the loop: prompts, segments, trajectories, batches and weights.
 
 numpy only: nothing here imports jax, so host code can hold these anywhere. Arrays are aligned by the token they
-describe: entry t of every per-token array speaks of token t itself (learning/packing/packing.py shifts to next-token
+describe: entry t of every per-token array describes token t itself (learning/packing/packing.py shifts to next-token
 form, once).
 """
 
@@ -19,19 +19,19 @@ from areal_jax.labels import SCORED
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
-# what an update knew of the generated tokens of a trajectory, by name [A] each; empty where it was not trained
+# an update's arrays on the generated tokens of a trajectory, by name, [A] each; empty if it was not trained
 TokenArrays = Mapping[str, np.ndarray]
 Weights = Tree  # on any device; only learning/, publication/ and the backend of an engine look inside
-FinishReason = Literal['stop', 'length']  # of an answer that is verified and trained
+FinishReason = Literal['stop', 'length']  # of answers that are verified and trained
 # labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s
 UNSCORED = ('agent_error', 'env_error', 'deadline')
-EngineFinish = Literal['stop', 'length', 'cancelled']  # of a request: what engines, pool and event log know
+EngineFinish = Literal['stop', 'length', 'cancelled']  # of a request, for engines, pool and event log
 LogprobKind = Literal['behavior', 'sampling']
 PauseMode = Literal['retract', 'in_place', 'abort']
 KvPolicy = Literal['recompute', 'keep', 'wait']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
-MOST_ALTERNATIVES = 20  # that a request may ask for in the place of a token
-_ROW_SHIFT = 16  # of the row beside the sample, which is below 2^16
+MOST_ALTERNATIVES = 20  # alternatives that a request may ask for in the place of a token
+_ROW_SHIFT = 16  # bits of the sample, below the row
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this
 
 
@@ -42,12 +42,12 @@ class Prompt:
     draw: int  # number of the draw, unique for ever; the lowest is served first
     tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
     task: str  # name of the task that verifies the answer
-    problem: Mapping[str, Any]  # JSON-able: whatever the task's verifier needs besides the answer
+    problem: Mapping[str, Any]  # JSON-able: data for the task's verifier in addition to the answer
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How answers are sampled. Temperature is part of the policy: log-probs are taken after it.
+    """The sampling of answers. Temperature is part of the policy: log-probs are taken after it.
 
     A token is drawn from the logits, in this order: `logit_bias`, `min_new_tokens`, `repetition_penalty`,
     `frequency_penalty` and `presence_penalty`, `logit_scale`, `temperature`, `min_p`, `top_k`, `top_p`.
@@ -61,25 +61,25 @@ class SamplingParams:
     min_p: float = 0.0  # least probability of a token, as a share of the likeliest token's; 0 = off
     min_new_tokens: int = 0  # tokens of the answer before a stop token can be drawn, or a stop string can end it
     repetition_penalty: float = 1.0  # divides the positive logits of tokens of prompt and answer, multiplies others
-    frequency_penalty: float = 0.0  # taken from the logit of a token for each time that it is in the answer
-    presence_penalty: float = 0.0  # taken from the logits of tokens in the answer
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
-    stop_strings: tuple[str, ...] = ()  # the token that completes one in the text of the answer ends it, and is kept
-    logit_scale: float = 1.0  # tokens are drawn at temperature / this, log-probs stay those at the temperature
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that it is in the answer
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias added to its logit), each token once
+    stop_strings: tuple[str, ...] = ()  # the token that completes one in the answer's text ends the answer, and is kept
+    logit_scale: float = 1.0  # tokens are drawn at temperature / logit_scale; log-probs stay at the temperature
 
     @property
     def cuts(self) -> bool:
-        """Whether tokens are drawn from a part of the softmax only."""
+        """Whether tokens are drawn from only a part of the softmax."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalizes(self) -> bool:
-        """Whether the logits of a token depend on how often it was there before."""
+        """Whether a token's logit depends on its earlier occurrences."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed before they are tempered, which changes greedy answers too."""
+        """Whether logits are changed before the temperature, which changes greedy answers too."""
         is_held = self.min_new_tokens > 0 and bool(self.stop_tokens)
         return self.penalizes or bool(self.logit_bias) or is_held or self.logit_scale != 1
 
@@ -96,8 +96,8 @@ class Segment:
     tokens: np.ndarray  # int32 [n], n >= 1
     behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling, of the full softmax; 0 for environment tokens
     policy_version: int  # version whose logits the tokens were sampled from; NOT_GENERATED for environment tokens
-    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
-    # [C, *shape]: the same of the last C tokens before it, as far as its engine read and did not generate them
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # further quantities of each token
+    # [C, *shape]: columns of the last C tokens before it, if its engine read but did not generate them
     context: ColumnArrays = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,8 +116,8 @@ class GenerationRequest:
     sampling: SamplingParams
     prefix: tuple[Segment, ...] = ()  # output received before an interruption, a dead engine or a restart
     version: int | None = None  # None: the newest weights; else evaluation under a version that the engine has pinned
-    name: str = ''  # of a request that may share its noise with another one; '' = the noise names it
-    cache_salt: str = ''  # requests with different ones share no KV
+    name: str = ''  # id of a request that may share its noise with another one; '' = id from seed, draw, sample, row
+    cache_salt: str = ''  # requests with different salts share no KV
     row: int = 0  # of the episode
 
     @property
@@ -127,7 +127,7 @@ class GenerationRequest:
 
     @property
     def noise_sample(self) -> int:
-        """What stands for the sample in the noise: rows of one episode have noise of their own."""
+        """The sample's number in the noise, which includes the row: rows of one episode have different noise."""
         return self.sample + (self.row << _ROW_SHIFT)
 
     @property
@@ -137,11 +137,11 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One row of an episode: its prompt, its answer and what the loss needs to know of both.
+    """One row of an episode: its prompt, its answer and the data on both for the loss.
 
-    Most episodes are one row, which begins with the prompt of its draw. Where a program edits the history of its
-    conversation, or a sub-agent begins one of its own, the episode forks another row, with a prompt of its own. All
-    rows of an episode have its reward. Producer: control/episode.py.
+    Most episodes are one row, which begins with the prompt of its draw. If a program edits the history of its
+    conversation, or a sub-agent begins a new one, the episode forks another row with a separate prompt. All rows of an
+    episode have its reward. Producer: control/episode.py.
     """
 
     prompt: Prompt  # of this row
@@ -185,7 +185,7 @@ class Trajectory:
         return np.concatenate([column.blank(len(self.prompt.tokens)), *own])
 
     def column_with_context(self, column: Column) -> np.ndarray:
-        """`column`, with what the first of its engines recorded of a token that it read in place of the fill value."""
+        """`column`, with the first engine's record of a token that it read in place of the fill value."""
         whole, is_open = self.column(column), ~self.loss_mask
         start = len(self.prompt.tokens)
         for segment in self.segments:
@@ -217,7 +217,7 @@ class TrajectoryGroup:
 
     @property
     def heads(self) -> tuple[Trajectory, ...]:
-        """The first row of each episode: reward and label of an episode are read there."""
+        """The first row of each episode, from which the episode's reward and label are read."""
         return tuple(rows[0] for rows in self.episodes)
 
     def oldest_version(self) -> int:
@@ -251,8 +251,8 @@ class PackedBatch:
     advantages: np.ndarray  # float32 [M, R, N]
     policy_versions: np.ndarray  # int32 [M, R, N]
     trajectory_ids: np.ndarray  # int32 [M, R, N], trajectory of the loss token in the update, -1 = padding
-    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # those that are packed, [M, R, N, *shape]
-    # [M, R, T, *shape]: entry t is that of the token behind token t, so of the pass in which t was read
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # packed columns, [M, R, N, *shape]
+    # [M, R, T, *shape]: entry t belongs to the token after token t, so to the pass in which t was read
     inputs: ColumnArrays = dataclasses.field(default_factory=dict)
 
     def microbatch(self, index: int) -> PackedBatch:
@@ -268,22 +268,22 @@ class PackedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class PublicationSize:
-    """What a version took on its way to the engines. Producer: publication/."""
+    """The size of a version on its way to the engines. Producer: publication/."""
 
     channel: str  # publication.channel
-    record: str  # 'whole', or 'delta': what changed since the version before
+    record: str  # 'whole', or 'delta': the changes since the previous version
     nbytes: int  # of the record's parts: without headers, names and tokenizer
-    changed: float | None = None  # share of the elements with other bits than in the version before; None: unknown
+    changed: float | None = None  # share of the elements whose bits differ from the previous version; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class PublishedWeights:
-    """Weights of one version on their way to the engines. Producer: publication/, the only one to open `handle`."""
+    """Weights of one version on their way to the engines. Producer: publication/, and only it may open `handle`."""
 
     version: int
     manifest_hash: str  # of names, shapes, dtypes and contents
     handle: Any
-    size: PublicationSize | None = None  # None: the channel does not say
+    size: PublicationSize | None = None  # None: the channel does not tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,20 +297,20 @@ class Dropped:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a lane is asked to do: names it in the event log and prices it under the virtual clock."""
+    """Work for a lane: its name in the event log, and the basis of its price under the virtual clock."""
 
     kind: str  # 'prefill', 'decode', 'train', 'snapshot', 'publish', 'load', 'reward', 'save', ...
     amount: float = 1.0  # in the unit of the kind: tokens, steps, bytes, calls
-    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # goes into the event log as it is
-    in_background: bool = False  # under the virtual clock it runs beside the lane's other work, not between it
-    # what its price may depend on besides the amount; not logged: events of decoding and prefilling say the same
+    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields for the event log, unchanged
+    in_background: bool = False  # under the virtual clock it runs parallel to the lane's other work
+    # further inputs of its price; not logged, because events of decoding and prefilling hold the same numbers
     size: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recorded: bool = False  # of a call whose result is JSON: the real clock logs it, for a replay
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a verifier says of one answer. Producer: tasks/."""
+    """A verifier's result on one answer. Producer: tasks/."""
 
     reward: float
     attempts: int = 1  # more than 1: earlier attempts hung or crashed
@@ -320,8 +320,8 @@ class Verdict:
     cpu_s: float = 0.0  # of the check of code
     wall_s: float = 0.0
     waiting: int = dataclasses.field(default=0, compare=False)  # answers that waited for a worker when this one came
-    audit: str = ''  # what a second comparison said: 'agrees', 'disagrees', 'undecided'; '' = there was none
-    reason: str = dataclasses.field(default='', compare=False)  # why it is no more, in words that a replay may not have
+    audit: str = ''  # result of a second comparison: 'agrees', 'disagrees', 'undecided'; '' = not compared
+    reason: str = dataclasses.field(default='', compare=False)  # why the reward is not higher; a replay may lack it
 
     @property
     def failed(self) -> bool:
@@ -330,46 +330,46 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStatus:
-    """A look at one engine. Producer: the engine."""
+    """The status of one engine. Producer: the engine."""
 
     name: str
     policy_version: int  # of the weights that it decodes with
-    running: int  # requests that are decoded
-    waiting: int  # requests that wait for a place
+    running: int  # number of requests being decoded
+    waiting: int  # number of requests waiting for a slot
     tokens_per_s: float  # decoded tokens per clock second of decoding since the start; 0 before the first
     devices: tuple[str, ...]  # names of the devices that it decodes on
     hardware: str = ''  # number and kind of these devices, '2 x H100': the class of the engine; '' = not told
-    decoded_s: float = 0.0  # clock seconds of decoding, of which tokens_per_s is the mean; 0 = not told
+    decoded_s: float = 0.0  # clock seconds of decoding over which tokens_per_s is the mean; 0 = not told
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do; tests/rollout/engine_contract.py holds it to each field. Producer: the engine."""
+    """The capabilities of an engine; tests/rollout/engine_contract.py tests each field. Producer: the engine."""
 
     logprobs: tuple[LogprobKind, ...]  # 'sampling': also the log-probs of the distribution that was sampled
     spans: bool  # an answer that saw a swap comes in one segment per version
     abort: bool  # `cancel` ends a request that is being decoded
-    # what a pause does to a request that is being decoded: 'retract' returns it to the queue and rebuilds its KV after
-    # the resume, 'in_place' keeps its KV, 'abort' returns it to the caller
+    # effects of a pause on a request being decoded: 'retract' returns it to the queue and rebuilds its KV after the
+    # resume, 'in_place' keeps its KV, 'abort' returns it to the caller
     pause_modes: tuple[PauseMode, ...]
     staging: bool  # `stage` leaves decoding undisturbed
-    # what a swap can do with unfinished answers: rebuild their KV, keep it, or wait until they have ended
+    # possible effects of a swap on unfinished answers: rebuild their KV, keep it, or wait until they have ended
     update: tuple[KvPolicy, ...]
     pinned: bool  # `pin` keeps the weights of a version, and requests of that version are decoded with them
 
 
 def repeat(value: float, count: int, dtype: Any) -> np.ndarray:
-    """[count]: an array of one value, whose memory does not depend on its length: the tokens of a simulation."""
-    return np.ndarray((count,), dtype, np.asarray(value, dtype).tobytes(), strides=(0,))  # of bytes: nothing changes it
+    """[count]: an array of one value in constant memory, for the tokens of a simulation."""
+    return np.ndarray((count,), dtype, np.asarray(value, dtype).tobytes(), strides=(0,))  # bytes: read-only
 
 
 def is_repeated(array: np.ndarray) -> bool:
-    """Whether `repeat` made it, or it is a part of such an array."""
+    """Whether `repeat` made the array, or an array of which it is a part."""
     return array.strides == (0,)
 
 
 def concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """One array of the dtype, also for no arrays at all; arrays that repeat the same value stay one that does."""
+    """Concatenates arrays (or none) to one of the dtype; arrays of `repeat` with equal values give such an array."""
     parts = [array for array in arrays if len(array)]
     if parts and all(map(is_repeated, parts)) and len({part[0].item() for part in parts}) == 1:
         return repeat(parts[0][0], sum(map(len, parts)), dtype)
@@ -381,8 +381,8 @@ class TokenScores:
     """Log-probs of n consecutive tokens, and of the k likeliest tokens in the place of each."""
 
     logprobs: np.ndarray  # float32 [n], of the full softmax
-    ids: np.ndarray  # int32 [n, k], descending by log-prob; of equal ones the smaller id first
-    largest: np.ndarray  # float32 [n, k]; an entry that is the token itself has its log-prob, bit for bit
+    ids: np.ndarray  # int32 [n, k], descending by log-prob; ties by ascending id
+    largest: np.ndarray  # float32 [n, k]; the entry of the token itself equals its log-prob bit for bit
 
     def ranked(self, k: int) -> list[list[tuple[int, float]]]:
         """(token, log-prob) of the k likeliest in the place of each token."""
@@ -390,5 +390,5 @@ class TokenScores:
         return [list(zip(ids, values, strict=True)) for ids, values in pairs]
 
     def part(self, start: int, stop: int) -> TokenScores:
-        """Of tokens [start, stop)."""
+        """The scores of tokens [start, stop)."""
         return TokenScores(self.logprobs[start:stop], self.ids[start:stop], self.largest[start:stop])

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def read(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by name, 'params/layers/0/mlp/up/weight', each compared with its checksum.
+    """Reads the arrays of a checkpoint by name, 'params/layers/0/mlp/up/weight', and verifies their checksums.
 
-    `directory` is one step (WORKDIR/checkpoints/step_00000012), or all of them, or a workdir: then the newest step
-    is read. Needs the memory of all arrays. Raises CheckpointError for a checkpoint that is missing or damaged.
+    `directory` is one step (WORKDIR/checkpoints/step_00000012), or the directory of all steps or a workdir: then the
+    newest step is read. Needs memory for all arrays. Raises CheckpointError if it is missing or damaged.
     """
-    from areal_jax.checkpoint.store import read_named  # imports jax; the run state beside it must not
+    from areal_jax.checkpoint.store import read_named  # imports jax, which reading a run state must not
 
     return read_named(directory)

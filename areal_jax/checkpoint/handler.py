@@ -1,4 +1,4 @@
-"""How orbax writes a numpy array, in every process. Imports orbax, which takes 1 s."""
+"""The orbax handler that writes numpy arrays in every process. Imports orbax, which takes 1 s."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
-_DATA_FILE_BYTES = 1 << 31  # a tree is smaller: one data file each
+_DATA_FILE_BYTES = 1 << 31  # more than a tree holds, so each tree has one data file
 
 
 class LocalNumpyHandler(type_handlers.NumpyHandler):
-    """Writes the arrays in whichever process it runs.
+    """Writes the arrays in every process that calls it.
 
-    Orbax's own handler takes numpy arrays to be equal in all processes: only process 0 writes them, and the others
+    Orbax's own handler assumes that numpy arrays are equal in all processes: only process 0 writes them, and the others
     report nothing (orbax-checkpoint 0.12.8). The arrays are not copied, because nothing changes them meanwhile, and not
-    compressed: float32 weights hardly shrink, and the CPU time is needed for decoding.
+    compressed: float32 weights hardly shrink, and decoding needs the CPU time.
     """
 
     async def serialize(
@@ -27,7 +27,7 @@ class LocalNumpyHandler(type_handlers.NumpyHandler):
         infos: Sequence[type_handlers.ParamInfo],
         args: Sequence[type_handlers.SaveArgs] | None = None,
     ) -> Sequence[ocp.future.Future]:
-        """Returns when all is written: no future is left to wait for."""
+        """Returns [] when all arrays are written: there is no future to wait for."""
         await asyncio.gather(*(_write(value, info) for value, info in zip(values, infos, strict=True)))
         return []
 

@@ -1,4 +1,4 @@
-"""Writes the arrays of a step to the disk: each process the parts that it holds; and reads them."""
+"""Writes the arrays of a step to the disk, each process the parts that it holds, and reads them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _T = TypeVar('_T')
 
 
 def write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory besides the arrays.
+    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; needs no memory in addition to the arrays.
 
-    Of `trees` no more than two are held at a time, so that an iterator may let them go.
+    At most two of `trees` are held at a time, so an iterator can release the others.
     """
     _away_from_loops(lambda: _write_trees(directory, trees))
 
 
 class TreeReader:
-    """Reads arrays of trees; keeps the trees' tables of contents, at most 100 MB of each, and no array.
+    """Reads arrays of trees; caches the trees' tables of contents, at most 100 MB of each, and no array.
 
-    A pickled reader begins without them, so that another process can be told what to read.
+    A reader is pickled without its tables, so it can be sent to another process.
     """
 
     def __init__(self) -> None:
         self.tables: dict[pathlib.Path, ts.KvStore] = {}
 
     def read(self, tree: pathlib.Path, key: str) -> np.ndarray:
-        """One array of a tree; raises whatever tensorstore raises for a file that is damaged."""
+        """Reads one array of a tree; raises whatever tensorstore raises for a damaged file."""
         import tensorstore as ts
 
         table = self.tables.get(tree)
@@ -82,7 +82,7 @@ def _write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarra
 
 
 def _this_process_alone() -> ocp.options.MultiprocessingOptions:
-    """Each process has trees of its own: orbax must not wait for the others of a distributed run."""
+    """Options for trees of a single process: orbax must not wait for the other processes of a distributed run."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -95,19 +95,19 @@ def _this_process_alone() -> ocp.options.MultiprocessingOptions:
 
 
 def _away_from_loops(fn: Callable[[], _T]) -> _T:
-    """Runs `fn` on a thread of its own and waits for it.
+    """Runs `fn` on a separate thread and waits for it.
 
-    Orbax runs asyncio inside. If a loop runs in the calling thread already (the virtual clock calls inline), what
-    orbax does depends on version and platform: uvloop on a thread, or asyncio patched to nest, which would let other
-    coroutines run in between.
+    Orbax runs asyncio inside. If a loop already runs in the calling thread (the virtual clock calls inline), orbax's
+    behavior depends on version and platform: it uses uvloop on a thread, or patches asyncio to nest, which would let
+    other coroutines run in between.
     """
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='orbax') as own:
         return own.submit(fn).result()
 
 
-# Trees of arrays by the names of their leaves: which pieces are stored on the disk, and how regions are read.
+# Trees of arrays by the names of their leaves: the pieces on the disk, and reads of regions.
 #
-# Nothing here imports jax. distributed/ tells other processes which to read.
+# This part does not import jax. distributed/ tells other processes which regions to read.
 
 
 Region = tuple[slice, ...]  # one per axis, start and stop given
@@ -143,9 +143,9 @@ class ArrayShape:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """A leaf of a checkpoint. A region is read when it is asked for; the object is small and can be pickled.
+    """A leaf of a checkpoint. Regions are read on access; the object is small and can be pickled.
 
-    Raises CheckpointError where a piece is missing or not what was written.
+    Raises CheckpointError if a piece is missing or differs from the saved one.
     """
 
     directory: str  # holds the trees of all writers
@@ -153,11 +153,11 @@ class StoredArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     pieces: tuple[Piece, ...]  # together the whole array, each entry once
-    if_damaged: str  # what to do then, for the message
+    if_damaged: str  # advice for the error message
     reader: TreeReader = dataclasses.field(default_factory=TreeReader, repr=False, compare=False)
 
     def __getitem__(self, region: Region) -> np.ndarray:
-        """The region. Every piece that overlaps it is read as a whole and compared with its checksum."""
+        """Reads the region. Every piece that overlaps it is read in full and verified by its checksum."""
         values = np.empty([s.stop - s.start for s in region], self.dtype)
         for piece in self.pieces:
             common = [
@@ -181,7 +181,7 @@ class StoredArray:
             raise CheckpointError(f'{step} is damaged ({brief(error)}): {self.if_damaged}') from error
 
     def read(self, piece: Piece) -> np.ndarray:
-        """The piece; raises ValueError if it is not what was saved, or what tensorstore raises for a damaged file."""
+        """Reads the piece; raises ValueError if it differs from the saved one, or tensorstore's error if damaged."""
         found = self.reader.read(pathlib.Path(self.directory) / piece.tree, piece_key(self.name, piece.start))
         if (found.shape, checksum(found)) != (tuple(piece.shape), piece.crc32):
             raise ValueError(f'leaf {self.name!r} is not what was saved')
@@ -199,7 +199,7 @@ def verify_arrays(leaves: Iterable[StoredArray]) -> None:
 
 
 def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
-    """Raises ValueError that names a leaf of which parts are missing, or are not within it."""
+    """Raises ValueError that names a leaf if its parts do not cover it or exceed it."""
     for name, shape in shapes.items():
         for piece in index[name]:
             places = zip(piece.start, piece.shape, shape, strict=True)
@@ -213,15 +213,15 @@ def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
 
 
 def brief(error: BaseException) -> str:
-    """Type and first line: orbax's messages go on for pages."""
+    """The error's type and first line: orbax's messages are pages long."""
     lines = str(error).splitlines() or ['']
     return f'{type(error).__name__}: {lines[0][:300]}'
 
 
 def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards | ArrayShape]:
-    """Leaves of nested dicts by name, 'params/layers/0/query', keys in order; None is no leaf.
+    """Leaves of nested dicts by name, 'params/layers/0/query', keys sorted; None is not a leaf.
 
-    Raises ValueError for a tree that is not made of dicts with text keys, or for two leaves of one name.
+    Raises ValueError for a tree that is not made of dicts with text keys, or for two leaves with the same name.
     """
     named: dict[str, np.ndarray | HostShards | ArrayShape] = {}
 
@@ -248,14 +248,14 @@ def _spell(*path: object) -> str:
 
 
 def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = '') -> Any:
-    """The nested dicts with `fn(name, leaf)` for each leaf; None stays."""
+    """The nested dicts with `fn(name, leaf)` in place of each leaf; None stays None."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(fn, tree[key], f'{path}/{key}' if path else key) for key in sorted(tree)}
     return None if tree is None else fn(path, tree)
 
 
 def piece_key(name: str, start: Sequence[int]) -> str:
-    """Under which a piece of a leaf is stored in its tree."""
+    """The key of a piece of a leaf in its tree."""
     return f'{name}@{"_".join(map(str, start))}'
 
 
@@ -269,9 +269,9 @@ TREE_BYTES = 1 << 28  # of arrays in one orbax tree
 def write_shards(
     directory: pathlib.Path, leaves: MutableMapping[str, np.ndarray | HostShards]
 ) -> dict[str, list[Piece]]:
-    """Writes the parts that this process holds as orbax trees in a directory of its own, and syncs them to the disk.
+    """Writes this process's parts as orbax trees in the new directory `directory`, and syncs them to the disk.
 
-    `leaves` is empty afterwards: an array is let go as soon as it is written. Returns the pieces of each leaf. Waits
+    `leaves` is empty afterwards: an array is released as soon as it is written. Returns the pieces of each leaf. Waits
     for no other process. Raises FileNotFoundError if the parent directory is missing.
     """
     if not directory.parent.is_dir():
@@ -290,7 +290,7 @@ def write_shards(
 def _cut_trees(
     writer: str, leaves: MutableMapping[str, np.ndarray | HostShards]
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, list[Piece]]]:
-    """(the arrays of each orbax tree, the pieces of each leaf); `leaves` is empty afterwards."""
+    """Returns (arrays of each orbax tree, pieces of each leaf); `leaves` is empty afterwards."""
     trees: list[dict[str, np.ndarray]] = []
     index: dict[str, list[Piece]] = {name: [] for name in leaves}
     room = 0

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: a step has its arrays and its run state, or does not exist; the newest ones are kept.
+"""Checkpoints on the disk: a step is complete, with arrays and run state, or absent; the newest steps are kept.
 
 shards.py writes the arrays.
 """
@@ -43,7 +43,7 @@ from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 FORMAT = 10
 _NUMBER = (int, float)
 
-# what a run state must have besides 'format'; further keys are carried as they are
+# required keys of a run state in addition to 'format'; further keys are carried unchanged
 SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'version': int,  # updates trained
     'clock_s': _NUMBER,
@@ -56,10 +56,10 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'order': list,  # (engine, draw, sample) of open requests, as engines serve them
     'dropped': dict,  # counts by reason
     'admission': dict,  # seconds in which it was closed since the last update, by bound
-    'observer': dict,  # what the metrics of the next update need from before the save
-    'pool': dict,  # what is known and decided of engines
-    'reallocation': (dict, type(None)),  # the split of the devices, and what moves them next; None: it is fixed
-    'generated_update': (int, type(None)),  # lock-step schedules: whose batch the engines generate
+    'observer': dict,  # state from before the save for the metrics of the next update
+    'pool': dict,  # observations of engines and decisions on them
+    'reallocation': (dict, type(None)),  # state of Reallocation; None: the split of the devices is fixed
+    'generated_update': (int, type(None)),  # lock-step schedules: update whose batch the engines generate
 }
 
 
@@ -68,7 +68,7 @@ class RunStateError(UserError, ValueError):
 
 
 def encode_run_state(state: Mapping[str, object]) -> JsonObject:
-    """`Controller.snapshot()` and any further JSON-able keys as a JSON-able dict.
+    """Encodes `Controller.snapshot()` and any further JSON-able keys as a JSON-able dict.
 
     Raises RunStateError that names a missing key or a value that JSON cannot carry unchanged.
     """
@@ -86,7 +86,7 @@ def encode_run_state(state: Mapping[str, object]) -> JsonObject:
 
 
 def decode_run_state(record: Mapping[str, Any]) -> JsonObject:
-    """What `encode_run_state` was given; raises RunStateError that names a missing or malformed key."""
+    """Inverts `encode_run_state`; raises RunStateError that names a missing or malformed key."""
     validate_run_state(record)
     state = {key: value for key, value in record.items() if key != 'format'}
     state['buffer'] = [decode_group(group) for group in record['buffer']]
@@ -96,7 +96,7 @@ def decode_run_state(record: Mapping[str, Any]) -> JsonObject:
 
 
 def validate_run_state(record: Mapping[str, object]) -> None:
-    """Raises RunStateError that names a key which is missing, of the wrong type, or of another format."""
+    """Raises RunStateError for a key that is missing or has the wrong type, or for another format."""
     found = _take(record, 'format', int, 'run state')
     if found != FORMAT:
         raise RunStateError(
@@ -194,7 +194,7 @@ def decode_segment(record: Mapping[str, object]) -> Segment:
 
 
 def encode_prompt(prompt: Prompt) -> JsonObject:
-    """Raises RunStateError when `problem` holds what JSON can not carry unchanged."""
+    """Encodes a prompt; raises RunStateError if `problem` holds a value that JSON cannot carry unchanged."""
     problem = dict(prompt.problem)
     _require_json(problem, f'problem of draw {prompt.draw} (task {prompt.task!r})')
     tokens = np.asarray(prompt.tokens, np.int32).tolist()
@@ -259,7 +259,7 @@ def _decode_row(record: Mapping[str, object]) -> Row:
 
 
 def _take(record: Mapping[str, object], key: str, kind: type | tuple[type, ...], where: str) -> Any:
-    """The value of a required key."""
+    """The value of a required key; raises RunStateError if it is missing or not of type `kind`."""
     if key not in record:
         raise RunStateError(
             f'{where} has no {key!r}: it was cut short or saved by another program; keys: {list(record)}'
@@ -271,7 +271,7 @@ def _take(record: Mapping[str, object], key: str, kind: type | tuple[type, ...],
 
 
 def _require_json(value: object, where: str) -> None:
-    """Refuses what `json` would refuse or silently change: tuples, keys that are not text."""
+    """Raises RunStateError for values that `json` would refuse or silently change: tuples, keys that are not text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if isinstance(value, list):
@@ -290,23 +290,23 @@ def _require_json(value: object, where: str) -> None:
 
 
 CONTENTS = 'contents.json'
-DIRECTORY = 'checkpoints'  # of a workdir: holds the steps
+DIRECTORY = 'checkpoints'  # in a workdir: holds the steps
 _ARRAYS, _RUN_STATE = 'arrays', 'run_state.json'
-_OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
-_ROOM = 1.2  # checkpoints that must fit on the disk besides those that are kept; with less room only the newest stays
+_OVERHEAD_BYTES = 1 << 20  # upper bound of orbax's metadata of a step
+_ROOM = 1.2  # further checkpoints that must fit on the disk; with less room only the newest checkpoint stays
 
 
 class Follower(Protocol):
-    """Another process, which holds its own shards of the step that is being saved (distributed/remote_learner.py)."""
+    """Another process, with shards of the step that is being saved (distributed/remote_learner.py)."""
 
     name: str
 
     def write(self, directory: str) -> None:
-        """Lets it begin to `write_shards` to the directory."""
+        """Starts its `write_shards` to the directory."""
         ...
 
     def written(self) -> Index | str:
-        """Waits until it has written; returns the locations of its shards, or why it failed."""
+        """Waits until it has written; returns the index of its shards, or the reason of its failure."""
         ...
 
 
@@ -322,19 +322,19 @@ class _IntactStep(NamedTuple):
 
 
 class CheckpointStore:
-    """Steps `step_00000012/` of `arrays/`, `run_state.json` and `contents.json` (what is where, checksums).
+    """Steps `step_00000012/` of `arrays/`, `run_state.json` and `contents.json` (locations and checksums).
 
-    Every process writes its own shards below `arrays/`; the directory must be one that all of them see. A step appears
-    under its name only when all of it is on the disk; a step saved again gets a suffix `_1`, `_2`. Calls block: on the
-    real clock they run on the lane `disk` of process 0. One run writes to the directory at a time.
+    Every process writes its own shards below `arrays/`; all processes must see the directory. A step appears under its
+    name only when all of it is on the disk; a step saved again gets a suffix `_1`, `_2`. Calls block: on the real clock
+    they run on the lane `disk` of process 0. One run writes to the directory at a time.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 1):
-        """`keep` >= 1 newest steps stay on the disk; only the newest where less than 1.2 further checkpoints fit."""
+        """`keep` >= 1 newest steps stay on the disk; only the newest if fewer than 1.2 further checkpoints fit."""
         if keep < 1:
             raise ValueError(f'checkpoint.keep={keep}: the newest checkpoint must stay; use checkpoint.keep >= 1')
         self._directory, self._keep = pathlib.Path(directory).absolute(), keep
-        self._warned = False  # that fewer than `keep` stay
+        self._warned = False  # of keeping fewer than `keep` steps
 
     def save(
         self,
@@ -347,12 +347,12 @@ class CheckpointStore:
     ) -> None:
         """Writes nested dicts of arrays and a JSON-able dict; removes old steps when the new one is complete.
 
-        Leaves are numpy arrays, HostShards where every follower has the others of the same tree, or ArrayShape where
-        the followers have all of it. With `consume` the dict is empty afterwards, and each array is let go as soon as
-        it is written: on a CPU that is a part of the run's peak of memory.
+        A leaf is a numpy array, a HostShards if the followers have the other shards of the leaf, or an ArrayShape if
+        the followers have all of it. With `consume` the dict is empty afterwards, and each array is released as soon as
+        it is written: on a CPU the arrays are a part of the run's peak of memory.
 
-        Raises CheckpointError, with the steps before untouched, when the disk is full or a write fails anywhere, and
-        LostPeerError for a follower that is gone.
+        Raises CheckpointError, leaving earlier steps untouched, if the disk is full or a write fails in any process,
+        and LostPeerError for a lost follower.
         """
         leaves = named_leaves(arrays)
         state = json.dumps(run_state)
@@ -395,7 +395,7 @@ class CheckpointStore:
         self._remove_old(needed)
 
     def remove_unfinished(self) -> None:
-        """Deletes what a save or a removal that was cut short has left; call it before a run begins."""
+        """Deletes the remains of interrupted saves and removals; call it before a run begins."""
         for abandoned in self._directory.glob('.step_*.partial'):
             shutil.rmtree(abandoned)
 
@@ -405,12 +405,12 @@ class CheckpointStore:
         return saves[-1][0] if saves else None
 
     def restore_latest(self) -> tuple[int, Any, JsonObject]:
-        """(step, arrays, run state) of the newest step that is intact; see `restore`.
+        """Returns (step, arrays, run state) of the newest intact step; see `restore`.
 
-        All arrays are read once to compare their checksums before anything depends on them. A newer step that is
-        damaged is named on stderr and renamed to `damaged_step_00000012`.
+        All arrays are read once to verify their checksums. A newer, damaged step is named on stderr and renamed to
+        `damaged_step_00000012`.
 
-        Raises CheckpointError where there is no step, or none that is intact.
+        Raises CheckpointError if there is no intact step.
         """
         found, damaged = self._newest_intact()
         if found is None:
@@ -421,16 +421,16 @@ class CheckpointStore:
         return found.step, found.arrays, found.run_state
 
     def saves(self) -> list[tuple[int, pathlib.Path]]:
-        """(step, directory) of the complete steps, oldest first; a step that was saved again comes again."""
+        """(step, directory) of the complete steps, oldest first; a step that was saved again appears again."""
         return [(step, path) for step, _, path in self._saves()]
 
     def read_latest(self, part: str) -> tuple[pathlib.Path, Any]:
-        """(directory, arrays) of the newest step of which `part` is intact, 'params' for instance; see `restore`.
+        """Returns (directory, arrays) of the newest step with an intact `part`, for instance 'params'; see `restore`.
 
-        For reading the checkpoints of another run: a newer step that is damaged is named on stderr, and nothing is
-        changed on the disk.
+        For the checkpoints of another run: a newer, damaged step is named on stderr, and nothing is changed on the
+        disk.
 
-        Raises CheckpointError where there is no step, or none that is intact.
+        Raises CheckpointError if there is no intact step.
         """
         found, damaged = self._newest_intact(part)
         if found is None:
@@ -444,13 +444,13 @@ class CheckpointStore:
         return found.path, found.arrays
 
     def _newest_intact(self, part: str | None = None) -> tuple[_IntactStep | None, list[tuple[pathlib.Path, str]]]:
-        """The newest step whose arrays (of `part` only) are intact, and all newer steps: (path, the damage)."""
+        """The newest step whose arrays (only those in `part`) are intact, and (path, damage) of all newer steps."""
         damaged: list[tuple[pathlib.Path, str]] = []
         for step, _, path in reversed(self._saves()):
             try:
                 arrays, run_state = _read_step(path, 'it was intact when the run began: look at the disk')
                 verify_arrays(_leaves(arrays if part is None else arrays[part]))
-            except (MemoryError, PermissionError):  # say nothing about the files
+            except (MemoryError, PermissionError):  # no sign of a damaged file
                 raise
             except Exception as error:  # whatever a damaged file makes the readers raise
                 damaged.append((path, brief(error)))
@@ -478,9 +478,9 @@ class CheckpointStore:
         )
 
     def path(self, step: int | str) -> pathlib.Path:
-        """The directory of a step, given by its number or by the directory's name; raises CheckpointError for none.
+        """The directory of a step, given by number or by directory name; raises CheckpointError for an unknown step.
 
-        A number means the last directory where the step was saved several times.
+        If the step was saved several times, a number means the last of its directories.
         """
         saves = self._saves()
         paths = [path for saved, _, path in saves if step in (saved, path.name)]
@@ -491,9 +491,9 @@ class CheckpointStore:
         return paths[-1]
 
     def restore(self, step: int | str) -> tuple[Any, JsonObject]:
-        """(arrays, run state) of a step: nested dicts of StoredArray, which are read when they are asked for.
+        """(arrays, run state) of a step. The arrays are nested dicts of StoredArray, which are read on access.
 
-        Raises CheckpointError for a step that is missing or damaged, as far as can be seen without the arrays.
+        Raises CheckpointError for a missing step, or for damage that shows without reading the arrays.
         """
         path, paths = self.path(step), [path for _, _, path in self._saves()]
         before = paths[: paths.index(path)]
@@ -515,10 +515,10 @@ class CheckpointStore:
         return f'step_{step:08d}' + (f'_{max(repetitions) + 1}' if repetitions else '')
 
     def _make_room(self, needed: int) -> None:
-        """Removes the oldest steps, but never the newest, where that lets the next one fit with room to spare."""
+        """Removes oldest steps, never the newest, until _ROOM more checkpoints fit; none if that cannot make room."""
         old = [path for _, _, path in self._saves()[:-1]]
         if free_bytes(self._directory) + sum(map(_stored_bytes, old)) < needed:
-            return  # they would be lost for nothing
+            return  # removing them would not make enough room
         for path in old:
             if free_bytes(self._directory) >= _ROOM * needed:
                 return
@@ -526,7 +526,7 @@ class CheckpointStore:
             remove_directory(path)
 
     def _remove_old(self, needed: int) -> None:
-        """Leaves the newest steps; `needed` is the size in bytes of the one just written."""
+        """Removes all but the newest steps; `needed` is the size in bytes of the step just written."""
         for _, _, path in self._saves()[: -self._keep]:
             remove_directory(path)
         if (older := self._saves()[:-1]) and free_bytes(self._directory) < _ROOM * needed:
@@ -558,7 +558,7 @@ class CheckpointStore:
 
 
 def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays of a step, of the newest step in a directory of steps, or of the newest of a workdir, by name.
+    """Reads the arrays, by name, of a step or of the newest step in a directory of steps or a workdir.
 
     Raises CheckpointError if it is missing or damaged.
     """
@@ -585,8 +585,10 @@ def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def _write_everywhere(
     directory: pathlib.Path, leaves: dict[str, np.ndarray | HostShards | ArrayShape], followers: Sequence[Follower]
 ) -> dict[str, list[Piece]]:
-    """Returns when every process has stopped writing, with `leaves` empty; raises the error of this process, or the
-    first follower's."""
+    """Returns the index when every process has stopped writing; raises this process's or the first follower's error.
+
+    `leaves` is empty afterwards.
+    """
     own = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, ArrayShape)}
     names = [*leaves]
     leaves.clear()
@@ -622,7 +624,7 @@ def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, JsonObject]:
 
 
 def _leaves(arrays: Any) -> list[StoredArray]:
-    """Of what `_read_step` returns, in the order of their names."""
+    """The leaves of the arrays of `_read_step`, in the order of their names."""
     found: list[StoredArray] = []
     map_leaves(lambda _, leaf: found.append(leaf), arrays)
     return found

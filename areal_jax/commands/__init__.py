@@ -1,1 +1,1 @@
-"""How every command presents itself: its declaration, its help and version, the list of all, completion in a shell."""
+"""The interface of every command: declaration, help and version, the list of all commands, completion in a shell."""

@@ -1,4 +1,4 @@
-"""The declaration of a command, from which its help, docs/commands.md and the completion of shells are made.
+"""The declaration of a command, the source of its help, of docs/commands.md and of the completion in shells.
 
 A main_*.py has one `COMMAND`, calls `help.answer(COMMAND, argv)` first, and parses with the flags that `COMMAND` names.
 """
@@ -36,7 +36,7 @@ FIELDS_OF_ROLES = (
     'run.export_every', 'run.steps', 'model.source', 'model.path', 'task.name', 'task.path', 'staleness.eta',
     'learner.groups_per_update', 'checkpoint.every', 'evaluation.problems',
 )  # fmt: skip
-ROLES_OF_TINY = (  # words of an example: the smallest run in roles
+ROLES_OF_TINY = (  # flags of an example: the smallest run in roles
     '--config=configs/tiny_cpu.py --config.cluster.learner="hosts=1 x data=1" --config.rollout.server=own '
     '--config.publication.channel=files'
 )
@@ -56,26 +56,26 @@ _METAVARS = {'integer': 'N', 'float': 'NUMBER', 'int': 'N', 'str': 'TEXT'}
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A command line that can be run in a clone, and what it does."""
+    """A command line that can be run in a clone, with its purpose."""
 
-    purpose: str  # 'go on with it'
+    purpose: str  # 'in fish'
     line: str  # all words, the program first
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What a command is for and how it is called.
+    """The declaration of a command: purpose, usage, flags, examples.
 
     Args:
       program: 'areal-train', or 'python -m launch.local'.
-      purpose: one sentence, which the list of commands shows.
-      usage: one entry for each form of the command, without the program; a flag outside brackets is required, and what
-        follows its equals sign is its metavar.
-      flags: makes the parser; a command with absl flags takes --config as well.
-      fields: of the config, those that users of this command set most.
+      purpose: one sentence, shown in the list of commands.
+      usage: one entry per form of the command, without the program; a flag outside brackets is required, and the text
+        after its equals sign is its metavar.
+      flags: makes the parser; a command with absl flags also takes --config.
+      fields: the config fields that users of this command set most.
       choices: the values of a flag whose parser does not list them.
-      exits: what each exit code means.
-      notes: what else a user must know before the first run.
+      exits: the meaning of each exit code.
+      notes: further facts that a user must know before the first run.
     """
 
     program: str
@@ -90,19 +90,19 @@ class Command:
 
     @property
     def word(self) -> str:
-        """'train' of areal-train: the name under `python -m areal_jax`; '' for a program that has none."""
+        """The name under `python -m areal_jax`, 'train' for areal-train; '' for a program without one."""
         return self.program.removeprefix('areal-') if self.program.startswith('areal-') else ''
 
 
 def local_path(text: str) -> str:
-    """The type of every argument of a Parser that is a path, or has one in it, FIELD=PATH; refuses a URL."""
+    """The type of Parser arguments that are or contain a path (FIELD=PATH); raises ArgumentTypeError for a URL."""
     if reason := describe_url(text):
         raise argparse.ArgumentTypeError(f'={text} {reason}')
     return text
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for a command without a config: an error is one sentence."""
+    """An argparse parser for a command without a config; its errors are one sentence."""
 
     def __init__(self, program: str):
         super().__init__(prog=program, add_help=False)
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag or argument of a command, as it is shown."""
+    """One flag or argument of a command, as displayed."""
 
     name: str  # '--workdir', or 'FILE' for an argument
     metavar: str  # of its value; '' for a flag without one
@@ -132,14 +132,14 @@ class Flag:
 
     @property
     def form(self) -> str:
-        """'--workdir=DIR'; '--compare RUN RUN ...' for a flag that takes words."""
+        """'--workdir=DIR'; '--compare RUN RUN ...' for a flag that takes several words."""
         if not self.metavar:
             return self.name
         return f'{self.name} {self.metavar} ...' if self.is_repeated else f'{self.name}={self.metavar}'
 
     @property
     def kind(self) -> str:
-        """What completes its value: 'choice', 'file', 'directory', 'text', or '' for a flag without a value."""
+        """The kind of its value, for completion: 'choice', 'file', 'directory', 'text'; '' without a value."""
         if self.choices:
             return 'choice'
         return PATHS.get(re.split(r'[|\[]', self.metavar)[0], 'text') if self.metavar else ''
@@ -166,7 +166,7 @@ def _of_flag(flag: flags.Flag, command: Command) -> Flag:
     kind = flag.flag_type()
     metavar = '' if kind == 'bool' else _find_metavar(command, name) or _METAVARS.get(kind, 'TEXT')
     choices = command.choices.get(flag.name, ())
-    meaning = (flag.help or '').partition(';\n    repeat this option')[0]  # which absl adds to a list
+    meaning = (flag.help or '').partition(';\n    repeat this option')[0]  # absl adds this to list flags
     return Flag(name, metavar, meaning, _show(flag.default), _is_required(command, name), choices)
 
 
@@ -193,7 +193,7 @@ def _of_action(action: argparse.Action, command: Command) -> Flag:
 
 
 def _find_metavar(command: Command, name: str) -> str:
-    """'DIR' of --workdir=DIR in the usage; '' where the usage does not have the flag."""
+    """The flag's metavar in the usage, 'DIR' for --workdir=DIR; '' if the usage lacks the flag."""
     found = re.search(rf'(?<!\S)\[*{re.escape(name)}[= ]([^\s\]-][^\s\]]*)', ' '.join(command.usage))
     return found[1] if found else ''
 
@@ -205,7 +205,7 @@ def _is_required(command: Command, name: str) -> bool:
 
 
 def _show(default: object) -> str:
-    """A default as the command line would give it; '' = none."""
+    """Formats a default as on the command line; '' = no default."""
     if isinstance(default, bool):
         return 'on' if default else 'off'
     if default == sys.executable:
@@ -217,7 +217,7 @@ def _show(default: object) -> str:
     )
 
 
-# All commands: every main_*.py of the package has one, and launch/ has those that start runs on several processes.
+# All commands: one in every main_*.py of the package; launch/ has the commands that start runs in several processes.
 
 
 _LAUNCHERS = ('local', 'slurm', 'ray.main', 'jobset')
@@ -231,12 +231,12 @@ def list_words() -> dict[str, str]:
 
 
 def find_commands() -> list[Command]:
-    """The declarations of all commands, of this package first; imports no jax."""
+    """The declarations of all commands, this package's first; does not import jax."""
     return [_read(module) for module in (*list_words().values(), *list_launchers())]
 
 
 def list_launchers() -> tuple[str, ...]:
-    """Modules of launch/: of the installed package, or of the clone that is the current directory; else none."""
+    """Modules of launch/, in the installed package or in the current directory if it is a clone; else ()."""
     packages = (name for name in ('areal_jax.launch', 'launch') if importlib.util.find_spec(name))
     package = next(packages, '')
     return tuple(f'{package}.{name}' for name in _LAUNCHERS) if package else ()
@@ -251,14 +251,14 @@ def _read(module: str) -> Command:
 # --help and --version of every command, in one form and without importing jax.
 
 
-WIDTH = 80  # columns where there is no terminal
+WIDTH = 80  # columns without a terminal
 _HELP = ('--help', '-help', '-h', '-?', '--helpfull', '--helpshort')
 _NARROW, _INDENT, _MOST_TERM = 40, 2, 30
 _DIGITS = 12  # of a commit
 
 
 def answer(command: Command, words: Sequence[str]) -> None:
-    """Prints the help or the version where the words after the program ask for it, and ends the process."""
+    """Prints the help or the version if the words after the program ask for it, and then ends the process."""
     words = words[: words.index('--')] if '--' in words else words
     if any(word in _HELP for word in words):
         print(render_help(command, find_width()))
@@ -270,13 +270,13 @@ def answer(command: Command, words: Sequence[str]) -> None:
 
 
 def find_width() -> int:
-    """Columns of the terminal."""
+    """The width of the terminal in columns, at least _NARROW."""
     return max(_NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def describe_version() -> str:
     """'areal_jax 0.1.0 (commit 1f0c52b6a9de), jax 0.10.2, python 3.11.9'."""
-    import importlib.metadata  # here, with the next two: half of the time of a --help
+    import importlib.metadata  # imported here, as the next two: half of the time of a --help
     import platform
 
     from areal_jax.app.workdir.environment import git_commit
@@ -291,7 +291,7 @@ def describe_version() -> str:
 
 
 def render_help(command: Command, width: int = WIDTH) -> str:
-    """Purpose, usage, flags with defaults, fields of the config, two examples or more, exit codes."""
+    """Renders purpose, usage, flags with defaults, fields of the config, examples and exit codes."""
     parts = [
         _wrap(command.purpose, width),
         _render_usage(command, width),
@@ -305,7 +305,7 @@ def render_help(command: Command, width: int = WIDTH) -> str:
 
 
 def describe_flag(flag: Flag) -> str:
-    """What a flag means, whether it must be given, and its default: a sentence each."""
+    """Sentences on a flag: its meaning, its choices, and 'Required.' or its default."""
     listed = f' One of {", ".join(flag.choices)}.' if flag.choices else ''
     default = f' Default: {flag.default}.' if flag.default else ''
     return f'{flag.meaning}{listed}{" Required." if flag.required else default}'
@@ -319,14 +319,14 @@ def describe_sections() -> str:
 
 
 def list_fields(command: Command) -> list[tuple[str, str]]:
-    """('run.steps=20', what it means) of the fields that users of a command set most, with their defaults."""
+    """('run.steps=20', meaning) of the fields that users of a command set most, with their defaults."""
     from areal_jax.config.declarations import FIELDS
 
     return [(f'{name}={_show_value(FIELDS[name].default)}', FIELDS[name].meaning) for name in command.fields]
 
 
 def _show_value(value: object) -> str:
-    """As the command line would give it."""
+    """Formats a value as on the command line."""
     if isinstance(value, tuple):
         return ','.join(map(str, value))
     return str(value) or "''"
@@ -358,7 +358,7 @@ def _render_fields(command: Command, width: int) -> list[str]:
 
 
 def _render_examples(command: Command, width: int) -> str:
-    """With a backslash at the end of a line that goes on, as a shell reads it."""
+    """Renders the examples; a line that continues ends with a backslash, for a shell."""
     lines = ['Examples, in a clone of the repository:']
     for example in command.examples:
         purpose = textwrap.wrap(example.purpose, width - 2 * _INDENT, break_long_words=False)
@@ -368,7 +368,7 @@ def _render_examples(command: Command, width: int) -> str:
 
 
 def _break_line(line: str, width: int) -> list[str]:
-    """The lines of a command; an argument in quotes is not broken."""
+    """Breaks a command into lines, but not within quotes."""
     words, lines = re.findall(r'(?:[^\s"]|"[^"]*")+', line), ['']
     for word in words:
         if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
@@ -384,7 +384,7 @@ def _render_section(title: str, rows: Sequence[tuple[str, str]], width: int) -> 
 
 
 def render_rows(rows: Sequence[tuple[str, str]], width: int) -> Iterable[str]:
-    """Two columns; a term that is longer than its column has a line of its own."""
+    """Renders two columns; a term longer than its column gets a separate line."""
     longest = max((len(term) for term, _ in rows), default=0)
     column = longest if longest <= max(_MOST_TERM, width // 2) else _MOST_TERM
     if width - column < _NARROW:

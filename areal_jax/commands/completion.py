@@ -1,6 +1,6 @@
 """The completion of all commands in bash, zsh and fish: flags, fields of the config, choices and paths.
 
-A script holds everything, so that a key press starts no program; it is made again whenever a shell starts.
+A script holds all the data, so a key press starts no program; it is made again whenever a shell starts.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ compdef _areal_jax @PROGRAMS@
 
 
 def render(shell: str) -> str:
-    """The script for a shell: 'bash', 'zsh' or 'fish'."""
+    """Renders the script for a shell: 'bash', 'zsh' or 'fish'."""
     commands = [command for command in find_commands() if command.word and not command.program.startswith('python')]
     if shell == 'fish':
         return _render_fish(commands)
@@ -146,7 +146,7 @@ def render(shell: str) -> str:
 
 
 def _shown(command: Command) -> list[Flag]:
-    """The flags that can be written as they are, with --help and --version."""
+    """The flags to complete, including --no-... for switches that are on, --help and --version."""
     flags = [flag for flag in list_flags(command) if flag.name.startswith('--') and flag.name != _FIELD]
     opposites = [dataclasses.replace(flag, name=f'--no-{flag.name[2:]}') for flag in flags if flag.default == 'on']
     both = [Flag('--help', '', 'Shows what this command does.', ''), Flag('--version', '', 'Shows the version.', '')]
@@ -159,7 +159,7 @@ def _render_flags(command: Command) -> str:
 
 
 def _render_values(command: Command) -> list[str]:
-    """What completes the values of a command's flags and arguments; '@file' and '@directory' mean paths."""
+    """Cases of the script with the values of a command's flags and arguments; '@file', '@directory' mean paths."""
     flags = [(flag.name, _values_of(flag)) for flag in list_flags(command) if flag.name.startswith('--')]
     arguments = [('', f'@{flag.kind or "file"}') for flag in list_flags(command) if not flag.name.startswith('--')]
     return [f"    '{command.program} {name}') echo '{values}' ;;" for name, values in [*flags, *arguments] if values]
@@ -172,7 +172,7 @@ def _values_of(flag: Flag) -> str:
 
 
 def _field_values() -> list[str]:
-    """The same for the fields of the config, which all commands share."""
+    """Cases of the script with the values of the config's fields, which all commands share."""
     rows = [(path, _field_words(path, field)) for path, field in FIELDS.items()]
     return [f"    *' --config.{path}') echo '{words}' ;;" for path, words in rows if words]
 
@@ -213,7 +213,7 @@ def _fish_line(program: str, name: str, meaning: str, values: str, takes_value: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, print the script; returns the exit code."""
+    """Prints the script; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     print(render(_build_parser().parse_args(arguments).shell), end='')

@@ -1,4 +1,4 @@
-"""The page docs/commands.md, made from the declarations of the commands; tests/commands/test_page.py compares the two.
+"""Renders docs/commands.md from the declarations of the commands; tests/commands/test_page.py compares the two.
 
 python -m areal_jax.commands.page > docs/commands.md
 """
@@ -47,7 +47,7 @@ every five seconds of it. `--config.telemetry.progress=False` shows neither.
 
 
 def render() -> str:
-    """The page: what holds for all commands, then each."""
+    """Renders the page: a part on all commands, then one section per command."""
     return '\n'.join([_HEAD, *(_render_command(command) for command in find_commands())])
 
 

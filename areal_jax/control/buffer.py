@@ -1,4 +1,4 @@
-"""The trajectory buffer: whole groups, lowest draw first, each used once; a group that is too old leaves with a reason.
+"""The trajectory buffer: whole groups, lowest draw first, each used once; too old groups are dropped with a reason.
 
 The controller fills it and forms batches from it.
 """
@@ -48,37 +48,37 @@ class BoundedQueue(Generic[Item]):
         return item
 
 
-# The filter of finished groups: one that teaches nothing is dropped before it reaches the buffer, and refilled.
+# The filter of finished groups: a group without a signal is dropped before it reaches the buffer, and replaced.
 #
 # Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2); `task.filter` selects the rule.
-# `learner.filter_equal_rewards` is the other filter: it leaves a group out of a batch whose place it has used.
+# `learner.filter_equal_rewards` is the other filter: it leaves a group out of a batch in which it has used a place.
 
 
-# the reasons of a drop, and the names of the rules
+# reasons of a drop, which are also the names of the rules
 EQUAL_REWARDS = 'equal_rewards'
 SUCCESS_RATE = 'success_rate'
 BY_REWARD = (EQUAL_REWARDS, SUCCESS_RATE)
 
 
 class NoSignalError(UserError, RuntimeError):
-    """Every group was filtered for too long; names the last one and the fields."""
+    """Every group was filtered for too long; the message names the last group and the fields."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FilterRule:
-    """Which finished groups are dropped."""
+    """A rule that decides which finished groups are dropped."""
 
     name: str  # one of BY_REWARD
     drops: Callable[[TrajectoryGroup], bool]
 
 
 def equal_rewards() -> FilterRule:
-    """All rewards are equal, by the rule of the filter inside the batch (`has_equal_rewards`)."""
+    """Drops groups whose rewards are all equal, as the filter inside the batch does (`has_equal_rewards`)."""
     return FilterRule(EQUAL_REWARDS, TrajectoryGroup.has_equal_rewards)
 
 
 def success_rate(low: float, high: float) -> FilterRule:
-    """The share of the answers whose reward is above 0 lies outside [low, high]."""
+    """Drops groups whose share of answers with a reward above 0 lies outside [low, high]."""
 
     def drops(group: TrajectoryGroup) -> bool:
         rewards = [trajectory.reward for trajectory in group.heads]
@@ -88,17 +88,17 @@ def success_rate(low: float, high: float) -> FilterRule:
 
 
 def describe_drop(reason: str, rewards: Sequence[float]) -> str:
-    """The detail of a drop, from the rewards of its answers in the order of the samples."""
+    """The detail of a drop, from the rewards of the group's answers in the order of the samples."""
     if reason == EQUAL_REWARDS:
         return ', '.join({f'{len(rewards)} rewards of {reward:g}': None for reward in rewards})
     return f'{sum(reward > 0 for reward in rewards)} of {len(rewards)} rewards above 0'
 
 
 class GroupFilter:
-    """Drops each group that a rule drops.
+    """Applies a rule to finished groups.
 
-    A group of which some answers could not be verified is decided by the others. `limit` dropped groups in a row end
-    the run: the engines would generate for nothing.
+    If some answers of a group could not be verified, the others decide. `limit` dropped groups in a row end the run:
+    the engines would generate for nothing.
     """
 
     def __init__(self, rule: FilterRule, limit: int):
@@ -107,7 +107,7 @@ class GroupFilter:
         self._in_a_row = 0
 
     def judge(self, group: TrajectoryGroup) -> Dropped | None:
-        """None where the group is kept."""
+        """Returns the drop of the group, or None if it is kept."""
         if not self._rule.drops(group):
             self._kept, self._in_a_row = self._kept + 1, 0
             return None
@@ -116,7 +116,7 @@ class GroupFilter:
         return Dropped(group.draw, self._rule.name, describe_drop(self._rule.name, rewards))
 
     def require_signal(self, last: Dropped) -> None:
-        """Raises NoSignalError, which names the last drop, after `limit` of them in a row."""
+        """Raises NoSignalError, which names the last drop, after `limit` drops in a row."""
         if self._in_a_row >= self._limit:
             raise NoSignalError(
                 f"{self._in_a_row} groups in a row (task.max_filtered_groups) were dropped by task.filter='"
@@ -126,7 +126,7 @@ class GroupFilter:
             )
 
     def take_rate(self) -> float | None:
-        """Share of the groups judged since the last call that were dropped; None without any."""
+        """The dropped share of the groups judged since the last call; None if no group was judged."""
         judged, dropped = self._kept + self._dropped, self._dropped
         self._kept = self._dropped = 0
         return dropped / judged if judged else None
@@ -138,9 +138,9 @@ class GroupFilter:
         self._kept, self._dropped, self._in_a_row = state['kept'], state['dropped'], state['in_a_row']
 
 
-OVER_AGE = 'over_age'  # reason of groups that `drop_over_age` removes
+OVER_AGE = 'over_age'  # reason of the drops by `drop_over_age`
 
-_SLACK = 64  # entries of groups that left, beyond which they are cleared away
+_SLACK = 64  # number of stale entries of `_ages` that triggers their removal
 
 
 class TrajectoryBuffer:
@@ -148,8 +148,8 @@ class TrajectoryBuffer:
 
     def __init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}  # by draw
-        self._draws: list[int] = []  # heap; a draw that is not in `_groups` any more was dropped
-        self._ages: list[tuple[int, int]] = []  # heap of (oldest version, draw); also of groups that were taken
+        self._draws: list[int] = []  # heap; a draw that is no longer in `_groups` was dropped
+        self._ages: list[tuple[int, int]] = []  # heap of (oldest version, draw), including taken groups
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -165,7 +165,7 @@ class TrajectoryBuffer:
             heapq.heapify(self._ages)
 
     def take(self, count: int) -> list[TrajectoryGroup]:
-        """The `count` groups with the lowest draws; each is handed out once."""
+        """Removes and returns the `count` groups with the lowest draws."""
         if count > len(self._groups):
             raise ValueError(f'{count} groups asked for, {len(self._groups)} buffered')
         taken: list[TrajectoryGroup] = []
@@ -196,7 +196,7 @@ def stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
 
 
 def count_positions(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """{'positions'} that the tokens of prompts and answers see: each token itself and those before it."""
+    """{'positions'} that the tokens of prompts and answers see: each token sees itself and all before it."""
     rows = [row for group in groups for row in group.trajectories]
     lengths = [len(row.prompt.tokens) + sum(len(s.tokens) for s in row.segments) for row in rows]
     return {'positions': sum(length * (length + 1) // 2 for length in lengths)}

@@ -34,7 +34,7 @@ class Update:
     version: int
     groups: list[TrajectoryGroup]
     metrics: Mapping[str, float]
-    copy: Weights  # None once the channel has it
+    copy: Weights  # None after its transfer to the channel
     frictions: Mapping[str, float] = dataclasses.field(default_factory=dict)  # see StepRecord
 
 
@@ -62,11 +62,11 @@ class Publisher:
         self._updates: BoundedQueue[Update] = BoundedQueue(clock, 'updates to publication', 1)
 
     async def put(self, update: Update) -> None:
-        """Hands the update over; waits while another one waits."""
+        """Hands the update over; waits while another update waits."""
         await self._updates.put(update)
 
     async def run(self) -> None:
-        """Publishes for ever. The transfer shares the lane of engine 0's fetch, which only starts when it is done."""
+        """Publishes for ever. Transfers use the lane of engine 0's fetch, which starts only after the transfer."""
         while True:
             update = await self._updates.get()
             published = await self._transfer(update)
@@ -77,24 +77,24 @@ class Publisher:
             self._published(update, pause_s)
 
     async def _transfer(self, update: Update) -> PublishedWeights:
-        copy, update.copy = update.copy, None  # the last reference goes when the channel has its own
+        copy, update.copy = update.copy, None  # so the last reference ends once the channel has its own copy
         work = Work('publish', 1, {'version': update.version})
         return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(update.version, copy), work)
 
 
 def _describe_size(published: PublishedWeights) -> dict[str, Any]:
-    """The fields of the event; none where the channel does not say."""
+    """The fields of the event on the size; {} if the channel does not tell it."""
     if (size := published.size) is None:
         return {}
     changed = {} if size.changed is None else {'changed': size.changed}
     return {'channel': size.channel, 'record': size.record, 'bytes': size.nbytes, **changed}
 
 
-# Writes checkpoints, one at a time, on the lane `disk` while the loop goes on.
+# Writes checkpoints, one at a time, on the lane `disk` while the loop continues.
 
 
 class CheckpointWriter:
-    """Knows whether a checkpoint is being written."""
+    """Starts the writing of a checkpoint, and waits for its end."""
 
     def __init__(self, clock: Clock, supervisor: Supervisor):
         self._clock, self._supervisor = clock, supervisor
@@ -102,12 +102,12 @@ class CheckpointWriter:
         self._written = clock.event('the checkpoint before')
 
     def start(self, update: int, write: Callable[[], None]) -> None:
-        """Starts to write the checkpoint taken after `update`."""
+        """Starts to write the checkpoint that was taken after `update`."""
         self._writing = True
         self._supervisor.start('save', self._write(update, write))
 
     async def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Returns when no checkpoint is being written."""
         while self._writing:
             self._written.clear()
             await self._clock.wait(self._written)
@@ -125,7 +125,7 @@ class LoopSettings:
     steps: int
     group_size: int
     groups_per_update: int
-    oldest_kept: int | None  # versions: a group with an older token is dropped; None = no group is
+    oldest_kept: int | None  # age in versions: a group with an older token is dropped; None = no group is
     checkpoint_every: int
     max_failed_groups: int
     slots: int  # of one engine
@@ -141,15 +141,15 @@ class StepRecord:
     metrics: Mapping[str, float]  # of the learner, unchanged
     publish_pause_s: float | None  # None: in lock-step engines load weights apart from publications
     buffered: int
-    held_s: Mapping[str, float]  # clock seconds in which admission was closed since the last update, by gate.Bound
-    idle_slots_s: Mapping[str, float]  # seconds of decoding slots that were idle meanwhile, likewise
+    held_s: Mapping[str, float]  # clock seconds of closed admission since the last update, by gate.Bound
+    idle_slots_s: Mapping[str, float]  # slot-seconds of idle decoding slots meanwhile, by gate.Bound
     dropped: Mapping[str, int]  # by reason, since the start
     filtered_rate: float | None  # see GroupFilter.take_rate; None: no filter
     frictions: Mapping[str, float]  # metrics of the batch, see Disturbances; empty without frictions
 
 
 class HostState(TypedDict):
-    """The host side at one instant; checkpoint/store.py writes it down."""
+    """The host side at one instant; checkpoint/store.py saves it."""
 
     version: int  # of the learner's weights
     clock_s: float
@@ -170,13 +170,13 @@ class HostState(TypedDict):
     pool: dict[str, Any]  # Pool.state
 
 
-# step, arrays of the learner, weights of earlier versions (lock-step schedules), state of the host; on the lane `disk`
+# (step, arrays of the learner, weights of earlier versions in lock-step, state of the host); on the lane `disk`
 SaveCheckpoint = Callable[[int, Weights, Mapping[int, Weights], HostState], None]
 PriceUpdate = Callable[[Sequence[TrajectoryGroup]], int]  # tokens of an update, for Work('train')
 
 
 class Controller:
-    """Drives one run; every collaborator is handed in."""
+    """Drives one run; the caller passes in every part."""
 
     def __init__(
         self,
@@ -205,13 +205,13 @@ class Controller:
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
-        self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
+        self._observer_state = observer_state  # state of the listener to the steps, saved with a snapshot
         self._buffer, self._filter, self._disturbances = TrajectoryBuffer(), group_filter, disturbances
         self._on_published, self._reallocation = on_published, reallocation
         self._dropped: collections.Counter[str] = collections.Counter()
-        self._trained_version = 0  # of the learner's weights; publication follows
+        self._trained_version = 0  # version of the learner's weights; publication lags behind
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
-        self._resumed_in_save = self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
+        self._resumed_in_save = self._saved_for_good = False  # after the last checkpoint the loop stays paused
         self.stop_requested = clock.event('stop requested')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
@@ -228,8 +228,8 @@ class Controller:
         self._writer = CheckpointWriter(clock, supervisor)
 
     async def run(self) -> bool:
-        """The loop until `steps` updates are published (True) or a stop is requested and saved (False)."""
-        if self._resumed_in_save:  # the checkpoint was being written at this point of the run: the next one waits
+        """Runs until `steps` updates are published (True) or a stop is requested and saved (False)."""
+        if self._resumed_in_save:  # as in the original run, where this checkpoint was being written: the next waits
             self._writer.start(self._trained_version, lambda: None)
         self._supervisor.start('groups', self._groups.collect())
         self._supervisor.start('publication', self._publisher.run())
@@ -257,7 +257,7 @@ class Controller:
 
     def _finish_group(self, group: RunningGroup) -> None:
         draw = group.prompt.draw
-        if detail := group.describe_loss():  # the rest of a group would be biased: long answers are lost more often
+        if detail := group.describe_loss():  # the rest of the group would be biased: long answers are lost more often
             self._gate.drop_running()
             self._note_drop(Dropped(draw, 'engine_lost', detail))
         elif group.finished:
@@ -272,7 +272,7 @@ class Controller:
         self._admission.note_change()
 
     def _judge(self, group: RunningGroup) -> None:
-        """Puts a group with scored answers into the buffer, or drops it where task.filter says so."""
+        """Puts a group with scored answers into the buffer, or drops it by task.filter."""
         finished = group.group()
         if self._filter and (drop := self._filter.judge(finished)):
             self._gate.drop_running()
@@ -306,18 +306,18 @@ class Controller:
         await self._newest_publication()
         if self.stop_requested.is_set():
             await self.save_for_good()
-        elif self._lock_step:  # the engines may have an earlier version
+        elif self._lock_step:  # the engines may hold an earlier version
             await self._lock_step.load_newest(self._trained_version)
         await self._writer.wait()
         return True
 
     def _is_checkpoint_due(self) -> bool:
-        """After every `checkpoint.every` updates, and after the last one."""
+        """Whether `checkpoint.every` divides the update, or it is the last."""
         every, trained = self._settings.checkpoint_every, self._trained_version
         return trained == self._settings.steps or (every > 0 and trained % every == 0)
 
     async def _form_batch(self) -> list[TrajectoryGroup] | None:
-        """The lowest draws buffered, once there are enough that are young enough; None when the run shall stop."""
+        """Takes the lowest draws once enough young enough groups are buffered; None if a stop is requested."""
         while True:
             if self.stop_requested.is_set():
                 return None
@@ -351,10 +351,10 @@ class Controller:
         self._trained_version = version + 1
         await self._publisher.put(Update(version + 1, groups, metrics, copy, frictions))
 
-    # Publication; the learner goes on meanwhile.
+    # Publication; the learner continues meanwhile.
 
     async def _install(self, published: PublishedWeights) -> tuple[int, float | None]:
-        """For Publisher: every engine loads the version; in lock-step it is kept for the batches that ask for it."""
+        """Publisher's `install`: every engine loads the version; in lock-step it is kept for later batches."""
         lowest, pause_s = published.version, None
         if self._lock_step:
             lowest = self._lock_step.add(published)
@@ -400,13 +400,13 @@ class Controller:
         self._filled.set()
 
     async def save_for_good(self) -> None:
-        """The last checkpoint of a run that was asked to stop; returns when it is written."""
+        """Takes the last checkpoint of a run that was asked to stop; returns when it is written."""
         await self._newest_publication()
         await self._checkpoint()
         await self._writer.wait()
 
     async def _checkpoint(self) -> None:
-        """Pauses the loop, takes the whole state at one instant, and continues while the state is being written."""
+        """Pauses the loop, takes the whole state at one instant, and continues while the state is written."""
         if self._saved_for_good:
             return
         await self._writer.wait()

@@ -1,6 +1,6 @@
-"""Admitted groups until they enter the buffer: their episodes and what has become of each.
+"""Admitted groups until they enter the buffer: their episodes, with the outcome of each.
 
-The controller drives them, workflows fill episodes (protocols.Episode), checkpoint/store.py writes them down.
+The controller drives them, workflows fill episodes (protocols.Episode), checkpoint/store.py saves them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from areal_jax.types import (
 )
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
-LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
-TOOL_LISTING = 'tools/list'  # name of the call that lists the tools of MCP servers: no call of the policy
+LOST = 'lost'  # label of an episode whose request was lost by all engines: its group is dropped
+TOOL_LISTING = 'tools/list'  # name of the call that lists the tools of MCP servers; not made by the policy
 
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """One sequence of tokens in the making: a prompt, and what follows it."""
+    """One sequence of tokens under construction: a prompt, and the segments after it."""
 
     prompt_tokens: np.ndarray | None = None  # int32 [P]; None: the prompt of the draw
-    fork: str = ''  # why it began beside earlier rows; '' for the first one
+    fork: str = ''  # why another row began; '' for the first row
     segments: list[Segment] = dataclasses.field(default_factory=list)
 
     def append(self, segment: Segment) -> None:
-        """Adds the segment; joins it to the last one if both have the same version and the same columns.
+        """Adds the segment; joins it to the last segment if both have the same version and the same columns.
 
-        Of its context the part is kept that no policy generated.
+        Keeps only the part of its context that no policy generated.
         """
         last = self.segments[-1] if self.segments else None
         if segment.context:
@@ -51,7 +51,7 @@ class Row:
         self.segments.append(segment)
 
     def _unseen(self, context: ColumnArrays) -> ColumnArrays:
-        """The end of the columns of a context: behind the last generated token, or all where there is none."""
+        """The end of a context's columns: after the last generated token, or all if no token was generated."""
         read = 0
         for segment in reversed(self.segments):
             if segment.policy_version != NOT_GENERATED:
@@ -65,45 +65,45 @@ class Row:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A call for the next turn of a conversation, as a resumed episode finds it: what was asked, where the answer is.
+    """A call for the next turn of a conversation, kept for a resumed episode: the question and the answer's place.
 
-    Histories are digests of messages and tools in hexadecimal digits (agents/dialogue.py).
+    Histories are hexadecimal digests of messages and tools (agents/dialogue.py).
     """
 
-    asked: str  # history that the call came with
+    asked: str  # history of the call
     first: str  # digest of its first message
-    row: int  # number of the row that the answer is in
-    start: int  # segments of the row before the answer
-    began_row: bool  # the row began with this call
-    messages: Sequence[JsonObject]  # that it brought: all, or those behind the turn with the history `follows`
+    row: int  # number of the row with the answer
+    start: int  # number of segments of the row before the answer
+    began_row: bool  # whether the row began with this call
+    messages: Sequence[JsonObject]  # its messages: all, or only those after the turn with the history `follows`
     follows: str  # `after` of an earlier call; '' = none
-    # what follows is known when the answer is complete
+    # the fields below are set when the answer is complete
     reply: Mapping[str, Any] | None = None  # the message that the program got; None: the answer is under way
     after: str = ''  # history that ends with the reply
     after_without_tools: str = ''
-    end: int = 0  # tokens of the row, its prompt included, that end with the answer
-    closed: bool = False  # the last of them ends a turn
+    end: int = 0  # tokens of the row up to the end of the answer, prompt included
+    closed: bool = False  # whether the last of these tokens ends a turn
     finish_reason: str = ''  # of the reply
 
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """What becomes of one sample of a prompt: one row, to which the workflow appends, or several."""
+    """One sample of a prompt: one row, to which the workflow appends, or several."""
 
     sample: int
     finish_reason: FinishReason | None = None  # None: the answer is unfinished, or was cancelled
     engine: str = ''  # the engine of the last request; a resumed episode prefers it
     rows: list[Row] = dataclasses.field(default_factory=lambda: [Row()])
-    calls: list[Call] = dataclasses.field(default_factory=list)  # of a program, in the order in which they came
+    calls: list[Call] = dataclasses.field(default_factory=list)  # of a program, in order of arrival
     results: list[JsonObject] = dataclasses.field(default_factory=list)  # of tools: see agents/dialogue.py
-    label: str = ''  # of an agent, why it ended (agents/dialogue.py); '' = it goes on, or has the finish reason alone
-    discarded: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens that were taken out again, by version
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)  # of what its program did (agents/), by name
-    outcome: JsonObject | None = None  # what its environment says of it, with `reward`; None: it has none
+    label: str = ''  # of an agent, why it ended (agents/dialogue.py); '' = not ended, or only a finish reason
+    discarded: dict[int, int] = dataclasses.field(default_factory=dict)  # sampled tokens removed from a row, by version
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)  # actions of its program (agents/), by name
+    outcome: JsonObject | None = None  # the environment's result, with `reward`; None: no environment
 
     @property
     def segments(self) -> list[Segment]:
-        """Of the newest row."""
+        """The segments of the newest row."""
         return self.rows[-1].segments
 
     @segments.setter
@@ -115,12 +115,12 @@ class Episode:
         self.rows[-1].append(segment)
 
     def fork(self, prompt_tokens: np.ndarray, reason: str) -> Row:
-        """Begins another row, for a conversation that does not continue an earlier one; `reason` is counted."""
+        """Begins another row, for a conversation that does not continue an earlier row; the row keeps `reason`."""
         self.rows.append(Row(prompt_tokens, reason))
         return self.rows[-1]
 
     def copy(self) -> Episode:
-        """The episode at this instant; later changes do not reach the copy."""
+        """A copy of the episode at this instant, unaffected by later changes."""
         rows, calls = [row.copy() for row in self.rows], [dataclasses.replace(call) for call in self.calls]
         return dataclasses.replace(
             self, rows=rows, calls=calls, results=list(self.results), discarded=dict(self.discarded),
@@ -128,27 +128,27 @@ class Episode:
         )  # fmt: skip
 
     def count(self, **numbers: int) -> None:
-        """Adds to `counts`; zeros leave no name behind."""
+        """Adds to `counts`; zeros add no name."""
         for name, number in numbers.items():
             if number:
                 self.counts[name] = self.counts.get(name, 0) + number
 
     def discard(self, segments: Iterable[Segment]) -> None:
-        """Counts tokens that were sampled and taken out of their row again."""
+        """Counts sampled tokens that were removed from their row."""
         for segment in segments:
             if segment.policy_version != NOT_GENERATED:
                 before = self.discarded.get(segment.policy_version, 0)
                 self.discarded[segment.policy_version] = before + len(segment.tokens)
 
     def all_segments(self) -> list[Segment]:
-        """Of all rows, in their order."""
+        """The segments of all rows, in their order."""
         return [segment for row in self.rows for segment in row.segments]
 
     def describe_end(self, lost: str) -> dict[str, object]:
-        """Returns the fields of the event `finish`, without the draw; those that say nothing are left out.
+        """Returns the fields of the event `finish`, without the draw and without empty fields.
 
         Args:
-          lost: label of an answer that has no verdict of the verifier; '' = it is verified, or was cancelled.
+          lost: label of an answer that the verifier does not judge; '' = it is verified, or was cancelled.
         """
         segments, forks = self.all_segments(), [row.fork for row in self.rows[1:]]
         lengths = [len(segment.tokens) for segment in segments]
@@ -174,7 +174,7 @@ class Episode:
 
 @dataclasses.dataclass(eq=False)
 class RunningGroup:
-    """An admitted group: its episodes, and trajectories or the label of a failure for each that has ended."""
+    """An admitted group: its episodes, and for each ended episode its trajectories or the label of its failure."""
 
     prompt: Prompt
     admitted_s: float
@@ -185,7 +185,7 @@ class RunningGroup:
     )  # sample -> label of the verdict, CANCELLED or LOST
 
     def copy(self) -> RunningGroup:
-        """The group at this instant; later changes to the group do not reach the copy."""
+        """A copy of the group at this instant, unaffected by later changes."""
         episodes = [episode.copy() for episode in self.episodes]
         return RunningGroup(self.prompt, self.admitted_s, episodes, dict(self.finished), dict(self.failed))
 
@@ -194,7 +194,7 @@ class RunningGroup:
         return len(self.finished) + len(self.failed) == len(self.episodes)
 
     def record(self, episode: Episode, verdict: Verdict | None, finished_s: float) -> None:
-        """The end of an episode: its rows, or a failure with its label; no verdict = it was cancelled."""
+        """Records an ended episode: its rows, or the label of its failure. verdict=None: it was cancelled."""
         if verdict is None or verdict.failed:
             self.failed[episode.sample] = CANCELLED if verdict is None else verdict.label
             return
@@ -216,7 +216,7 @@ class RunningGroup:
         )
 
     def _prompt_of(self, row: Row) -> Prompt:
-        """The prompt of the draw itself where the row begins with it: rows that share one are packed with it once."""
+        """The row's prompt; the draw's own Prompt object if the row uses it, so that rows are packed with it once."""
         if row.prompt_tokens is None:
             return self.prompt
         return dataclasses.replace(self.prompt, tokens=row.prompt_tokens)
@@ -227,7 +227,7 @@ class RunningGroup:
         return len(self.failed) == len(self.episodes) and set(self.failed.values()) == {CANCELLED}
 
     def describe_loss(self) -> str:
-        """Tokens of the lost answers and of those that were finished; '' where no answer is lost."""
+        """The numbers of tokens of lost and of finished answers, in words; '' if no answer is lost."""
         lost = [sample for sample, label in self.failed.items() if label == LOST]
         if not lost:
             return ''
@@ -241,7 +241,7 @@ class RunningGroup:
 
 
 def digest_routes(segments: Iterable[Segment]) -> str:
-    """16 hexadecimal digits for what was recorded of the experts of these tokens and their contexts; '' = nothing."""
+    """16 hexadecimal digits of the hash of the experts recorded for the tokens and contexts; '' = no record."""
     digest, known = hashlib.sha256(), False
     for columns in (columns for segment in segments for columns in (segment.context, segment.columns)):
         for recorded in (columns[column.name] for column in of_models() if column.name in columns):
@@ -251,7 +251,7 @@ def digest_routes(segments: Iterable[Segment]) -> str:
 
 
 def join_segments(first: Segment, second: Segment) -> Segment:
-    """Two segments of the same policy version and the same columns as one."""
+    """Joins two segments of the same policy version and with the same columns."""
     return Segment(
         concatenate([first.tokens, second.tokens], np.int32),
         concatenate([first.behavior_logprobs, second.behavior_logprobs], np.float32),
@@ -261,9 +261,9 @@ def join_segments(first: Segment, second: Segment) -> Segment:
     )
 
 
-# The episode as JSON, for a scorer that asks for it: conversations of its rows, results of its tools, how it ended.
+# The episode as JSON, for a scorer that asks for it: conversations of its rows, results of its tools, its end.
 #
-# groups.py and evaluation/evaluator.py give it to `Verifier.verify`. tasks/scoring/scorer_process.py completes it for
+# groups.py and evaluation/evaluator.py pass it to `Verifier.verify`. tasks/scoring/scorer_process.py completes it for
 # an episode without calls.
 
 
@@ -271,7 +271,7 @@ _RESULT_FIELDS = ('name', 'arguments', 'text', 'failed')
 
 
 def describe_episode(episode: Episode) -> JsonObject:
-    """{'sample', 'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; no call: `messages` is []."""
+    """{'sample', 'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; without calls `messages` is []."""
     answered = [call for call in episode.calls if call.reply is not None]
     newest = {call.row: call for call in answered}
     conversations = [read_conversation(episode, newest[row]) for row in sorted(newest)]
@@ -288,7 +288,7 @@ def describe_episode(episode: Episode) -> JsonObject:
 
 
 def read_conversation(episode: Episode, last: Call) -> list[JsonObject]:
-    """Messages of OpenAI's chat up to the reply of a call, which is included."""
+    """The messages of a conversation (OpenAI's format) up to and including the reply of the call `last`."""
     by_history = {call.after: call for call in episode.calls if call.reply is not None}
     messages: list[JsonObject] = []
     call: Call | None = last
@@ -299,5 +299,5 @@ def read_conversation(episode: Episode, last: Call) -> list[JsonObject]:
 
 
 def _count_turns(episode: Episode) -> int:
-    """Of a workflow that appends environment tokens itself: they stand between two turns."""
+    """The turns of a workflow that itself appends environment tokens, which separate two turns."""
     return 1 + sum(segment.policy_version == NOT_GENERATED for segment in episode.all_segments())

@@ -1,4 +1,4 @@
-"""The writer of the event log: one JSON line per event, handed to the system at once, so that it survives any death.
+"""The writer of the event log: one JSON line per event, handed to the system at once, so it survives a killed process.
 
 The schema is areal_jax/events/schema.py.
 """
@@ -20,7 +20,7 @@ _FIX = 'restore the file as the run wrote it, or start anew in another --workdir
 _WRITTEN_HERE = schema.HEADER.allowed | {'kind'}
 _REQUIRED = {kind: record.required - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
 TEXT_CHARACTERS = 2000  # of a text: a reason, an address, a name
-# fields of the completions, under a check sum already; what a reply holds is bounded where it comes in
+# completions, whose fields have a checksum already; replies are bounded on arrival
 _WHOLE = {'run_done', 'deadline', 'signal'}
 _TEXTS = {
     kind: [field.name for field in record.fields if field.type_name == 'str' and field.name not in _WRITTEN_HERE]
@@ -30,13 +30,13 @@ _ALLOWED = {kind: record.allowed - _WRITTEN_HERE for kind, record in schema.KIND
 
 
 class EventLog:
-    """Appends events with a sequence number and the clock's time; keeps them in memory when it has no file.
+    """Appends events with a sequence number and the clock's time; keeps them in memory if it has no file.
 
     Args:
-      path: of the file; None = in memory.
+      path: the file; None = in memory.
       keeps: without a file, whether events are kept in memory; a server that runs for months keeps none.
-      next_seq, next_run: the numbers of the next event and of the next run on a lane, as the checkpoint of a resumed
-        run has them.
+      next_seq, next_run: the numbers of the next event and of the next run on a lane, from the checkpoint of a resumed
+        run.
     """
 
     def __init__(self, path: pathlib.Path | None = None, next_seq: int = 0, next_run: int = 0, *, keeps: bool = True):
@@ -48,19 +48,19 @@ class EventLog:
         self._file: files.LineWriter | None = files.LineWriter(path) if path else None
 
     def start(self, now: Callable[[], float]) -> None:
-        """Take the time of the events from `now`, and log that the program started; called by the clock."""
+        """Takes the time of events from `now`, and logs the start of the program; called by the clock."""
         self._now = now
         self.write('log', version=schema.VERSION)
 
     def take_run_number(self) -> int:
-        """The number of a run on a lane that is requested now."""
+        """Takes the number for a new run on a lane."""
         number, self.next_run = self.next_run, self.next_run + 1
         return number
 
     def write(self, kind: str, lane: str | None = None, **fields: object) -> None:
-        """Append one event; raises ValueError for a kind or a field that the schema lacks, or a field left out.
+        """Appends one event; raises ValueError for a kind or a field that the schema lacks, or a missing field.
 
-        A text is cut to TEXT_CHARACTERS, whoever it comes from; what a replay writes is cut alike.
+        Every text is cut to TEXT_CHARACTERS, in a replay too.
         Types are not checked here, because this runs several times per request; tests check them with `check_types`.
         """
         names = fields.keys()
@@ -80,7 +80,7 @@ class EventLog:
             listener(cast(schema.Event, event))
 
     def sync(self) -> None:
-        """All events until now are on the disk when this returns; from any thread."""
+        """Returns when all events so far are on the disk; callable from any thread."""
         if self._file:
             self._file.sync()
 
@@ -91,13 +91,13 @@ class EventLog:
 
 
 def check_of(event: Mapping[str, object]) -> int:
-    """The check sum of an event, over all its fields but `check`."""
+    """The checksum of an event over all its fields except `check`."""
     fields = {name: value for name, value in event.items() if name != 'check'}
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def check_types(event: Mapping[str, object]) -> None:
-    """A listener for tests: raises TypeError for an event whose fields are not of the types of the schema."""
+    """A listener for tests: raises TypeError for an event whose fields do not have the schema's types."""
     if fault := schema.find_fault(event):
         raise TypeError(f'event {event.get("kind")!r} {fault}')
 
@@ -110,10 +110,10 @@ def _describe_misuse(kind: str, names: Iterable[str]) -> str:
 
 
 def truncate_events(path: pathlib.Path, next_seq: int) -> None:
-    """Cut off the events that a resumed run will write again: those with `seq` >= next_seq, and a torn last line.
+    """Cuts off the events that a resumed run will write again (`seq` >= next_seq), and a torn last line.
 
-    Raises FileError, naming the line, where one of the events before them is missing or is no event, or where a later
-    program wrote the log.
+    Raises FileError, naming the line, if an earlier event is missing or malformed, or if a later program wrote the
+    log.
     """
     kept: list[bytes] = []
     lines = path.read_bytes().split(b'\n') if path.exists() else []
@@ -137,14 +137,14 @@ def truncate_events(path: pathlib.Path, next_seq: int) -> None:
         files.write_bytes(path, b''.join(kept))
 
 
-# The event log of a run as the script of its replay: what comes next, and the first event that differs.
+# The event log of a run as the script of its replay: gives the next completion and finds the first difference.
 #
-# A log has one start of the program after another; each is replayed by itself.
+# A log holds one start of the program after another; each is replayed separately.
 
 
-FIRST_VERSION = 6  # of the log that has what a replay needs
-COMPLETIONS = ('run_done', 'deadline', 'signal')  # kinds that the clock writes when it releases one
-_ADDED = {  # fields of every event of a kind, with the version of the log that has them first
+FIRST_VERSION = 6  # of the log; since then it has all data for a replay
+COMPLETIONS = ('run_done', 'deadline', 'signal')  # kinds that the clock writes when it releases a completion
+_ADDED = {  # fields that were added to a kind, with the first version of the log that has them
     'buffer': {'rewards': 8},
     'prefill': {'prompt_tokens': 8},
     'evaluation_prefill': {'prompt_tokens': 8},
@@ -158,12 +158,12 @@ class ReplayError(UserError):
 
 
 class Recording:
-    """The events of one start, against which each event of its replay is checked when it is written.
+    """The events of one start; each event of its replay is checked against them when it is written.
 
     Args:
-      events: of the whole log.
-      first, end: numbers of the first event of the start and of the one after its last.
-      name: of the log, for errors.
+      events: the whole log.
+      first, end: numbers of the first event of the start and of the event after its last.
+      name: the log's name, for errors.
     """
 
     def __init__(self, events: Sequence[Event], first: int, end: int, name: str):
@@ -172,12 +172,12 @@ class Recording:
         self._version = start['version'] if start is not None and start['kind'] == 'log' else FIRST_VERSION
         self.fault: ReplayError | None = None
         self.checked = first  # number of the next event to check
-        self.beyond: Event | None = None  # the first that the replay wrote after the end
+        self.beyond: Event | None = None  # the first event that the replay wrote after the end
 
     def next_completion(self, seq: int) -> Event | None:
-        """Event `seq`, when the program waits for a completion; None where the start has no further event.
+        """Event `seq`, for a program that waits for a completion; None if the start has no further event.
 
-        Raises ReplayError where the log has an event there that the program should have written by itself.
+        Raises ReplayError if the log has an event there that the program should have written by itself.
         """
         if seq >= self.end:
             return None
@@ -187,7 +187,7 @@ class Recording:
         return event
 
     def check(self, event: Event) -> None:
-        """Raises ReplayError for an event that differs from the log; nothing after the first, and after the end."""
+        """Raises ReplayError for the first event that differs from the log. Does not check events after the end."""
         seq = event['seq']
         if seq >= self.end and self.beyond is None and event['kind'] != 'error':
             self.beyond = event
@@ -212,7 +212,7 @@ class Recording:
         )
 
     def refuse(self, seq: int, recorded: str, replayed: str) -> ReplayError:
-        """The error for event `seq`; it stays the fault of this recording."""
+        """Returns the error for event `seq`, or the recording's earlier error; it is kept as `fault`."""
         error = ReplayError(f'{self._name}: line {seq + 1} has {recorded}, where the replay {replayed}')
         self.fault = self.fault or error
         return self.fault
@@ -224,7 +224,7 @@ def find_starts(events: Sequence[Event]) -> list[int]:
 
 
 def require_whole(events: Sequence[Event], name: str) -> None:
-    """Raises ReplayError, naming the first line at fault, for a log that the real clock did not write as it is."""
+    """Raises ReplayError, naming the first wrong line, for a log that was edited or not written by the real clock."""
     before: Event | None = None
     for line, event in enumerate(events, start=1):
         where = f'{name}: line {line}'
@@ -244,10 +244,10 @@ def require_whole(events: Sequence[Event], name: str) -> None:
 
 
 def find_edit(event: Event, before: Event | None) -> str:
-    """What shows that a line was lost, added, moved or changed, as the end of a sentence; '' for nothing.
+    """The sign that a line was lost, added, moved or changed, as the end of a sentence; '' if nothing shows it.
 
     Args:
-      before: the event of the line above; None = this is the first line.
+      before: the event of the previous line; None = this is the first line.
     """
     due = before['seq'] + 1 if before else 0
     fields = cast(Mapping[str, object], event)
@@ -261,7 +261,7 @@ def find_edit(event: Event, before: Event | None) -> str:
 
 
 def _plain(event: Mapping[str, object]) -> dict[str, object]:
-    """As the log has it: tuples are lists, and NaN is equal to itself."""
+    """The event as read from the log: tuples are lists, and NaN (as text) is equal to itself."""
     return json.loads(json.dumps(event), parse_constant=str)
 
 

@@ -1,8 +1,8 @@
-"""Frictions: what goes wrong in a large asynchronous system, brought about on purpose (docs/frictions.md).
+"""Frictions: faults of large asynchronous systems, injected on purpose (docs/frictions.md).
 
-A friction of the actor changes an answer, or what is reported of it; the others change its reward. Which answers it
-meets, and how, is a function of (seed, draw, sample) alone: whether a prompt pays, of (seed, prompt). Nothing depends
-on the order in which answers end, so that a resumed and a replayed run have the same frictions, and so do arms.
+A friction of the actor changes an answer or its reported log-probs; the others change its reward. The affected answers
+and the changes depend only on (seed, draw, sample); whether a prompt pays depends only on (seed, prompt). Nothing
+depends on the order in which answers end, so resumed and replayed runs and the arms of a study have the same frictions.
 Shapes: G answers of a group, n tokens.
 """
 
@@ -21,42 +21,42 @@ from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, Trajecto
 
 CONSTANT, LOGPROBS, TEMPERATURE = ACTORS = ('constant', 'logprobs', 'temperature')
 REWARD, UNREWARDED = 'reward', 'unrewarded'
-ENGINE = 'friction'  # stands for the engine of an answer whose log-probs are not an engine's
+ENGINE = 'friction'  # in place of the engine of an answer whose log-probs do not come from an engine
 _DRAWN, _NOISE = 0, 1  # streams of the generator
-_WORDS = 4  # that one step of its counter gives
-_BITS = 53  # of a float64 in [0, 1)
+_WORDS = 4  # words per step of its counter
+_BITS = 53  # random bits of a float64 in [0, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frictions:
-    """Shares lie in [0, 1]; fields of an actor that is not chosen are not read."""
+    """The settings of frictions. Shares lie in [0, 1]; only fields of the chosen actor are read."""
 
     seed: int
     actor: str = CONSTANT  # one of ACTORS
     actor_share: float = 0.0  # of the answers
-    actor_token: int = 0  # CONSTANT: takes the place of every generated token
+    actor_token: int = 0  # CONSTANT: replaces every generated token
     actor_nats: float = 1.0  # LOGPROBS: standard deviation of the noise
-    actor_temperature: float = 1.0  # TEMPERATURE: at which tokens are drawn
-    temperature: float = 1.0  # at which log-probs are reported
+    actor_temperature: float = 1.0  # TEMPERATURE: temperature at which tokens are drawn
+    temperature: float = 1.0  # temperature at which log-probs are reported
     reward_share: float = 0.0  # of the answers
     unrewarded_share: float = 0.0  # of the prompts
 
     def hits_actor(self, draw: int, size: int) -> np.ndarray:
-        """bool [G]: which answers of the group have the friction of the actor."""
+        """bool [G]: the answers of the group with the friction of the actor."""
         return self._uniforms(draw, size)[:, 0] < self.actor_share
 
     def redraws_reward(self, draw: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """(bool [G], float64 [G]): whose reward is replaced, and where between least and most the new one lies."""
+        """(bool [G], float64 [G]): answers whose reward is replaced, and the new reward's place from least to most."""
         uniforms = self._uniforms(draw, size)
         return uniforms[:, 1] < self.reward_share, uniforms[:, 2]
 
     def noise(self, draw: int, sample: int, tokens: int) -> np.ndarray:
-        """float64 [n], nats: Gaussian, added to the log-probs of an answer."""
+        """float64 [n], nats: Gaussian noise to add to the log-probs of an answer."""
         generator = np.random.Generator(self._stream(_NOISE, [0, sample, draw, 0]))
         return self.actor_nats * generator.standard_normal(tokens)
 
     def never_pays(self, prompt_tokens: np.ndarray) -> bool:
-        """Whether the answers to this prompt have the reward 0, whenever it is drawn."""
+        """Whether answers to this prompt always have the reward 0."""
         if not self.unrewarded_share:
             return False
         tokens = np.ascontiguousarray(prompt_tokens, np.int32).tobytes()
@@ -65,21 +65,21 @@ class Frictions:
 
     @property
     def logit_scale(self) -> float:
-        """TEMPERATURE: what logits are multiplied by before a token is drawn at the reported temperature."""
+        """TEMPERATURE: the factor of the logits before a token is drawn at the reported temperature."""
         return self.temperature / self.actor_temperature
 
     def is_hit(self, draw: int, sample: int) -> bool:
         return bool(self.actor_share and self.hits_actor(draw, sample + 1)[sample])
 
     def describe(self) -> str:
-        """'actor constant 0.1, reward 0.2': those that are on."""
+        """'actor constant 0.1, reward 0.2': the frictions that are on."""
         found = [f'actor {self.actor} {self.actor_share:g}'] if self.actor_share else []
         found += [f'reward {self.reward_share:g}'] if self.reward_share else []
         found += [f'unrewarded {self.unrewarded_share:g}'] if self.unrewarded_share else []
         return ', '.join(found)
 
     def _uniforms(self, draw: int, size: int) -> np.ndarray:
-        """float64 [G, _WORDS] in [0, 1); row g is the same for every size above g."""
+        """float64 [G, _WORDS] in [0, 1); row g is the same for every `size` above g."""
         words = self._stream(_DRAWN, [0, draw, 0, 0]).random_raw(size * _WORDS)
         return (words.reshape(size, _WORDS) >> np.uint64(64 - _BITS)) / 2**_BITS
 
@@ -91,22 +91,22 @@ class Frictions:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One friction of one answer, as the event log has it."""
+    """One friction of one answer, as in the event log."""
 
     sample: int
     friction: str  # of ACTORS, or REWARD or UNREWARDED
     before: list[float]  # log-probs of the generated tokens, or the reward
     after: list[float]
-    tokens: list[int] | None = None  # CONSTANT: those that were generated
+    tokens: list[int] | None = None  # CONSTANT: the generated tokens
 
 
 def disturb_answer(
     frictions: Frictions, draw: int, sample: int, segments: Sequence[Segment]
 ) -> tuple[list[Segment], Change | None]:
-    """The segments as the actor reports them, and what was changed; None where this answer has no friction.
+    """Returns the segments as the actor reports them, and the change; None if this answer has no friction.
 
-    Tokens that no policy generated stay as they are. Of TEMPERATURE, the tokens were drawn so (`logit_scale`): before
-    are the log-probs of the distribution that was sampled, after are the reported ones.
+    Tokens that no policy generated do not change. With TEMPERATURE the tokens were already drawn so (`logit_scale`):
+    `before` has the log-probs of the sampled distribution, `after` the reported ones.
     """
     if not frictions.is_hit(draw, sample) or not (generated := [s for s in segments if _is_generated(s)]):
         return list(segments), None
@@ -123,10 +123,10 @@ def disturb_answer(
 def disturb_rewards(
     frictions: Frictions, groups: Sequence[TrajectoryGroup]
 ) -> tuple[list[TrajectoryGroup], dict[int, list[Change]]]:
-    """The groups of a batch with the rewards that the learner gets, and the changes by draw.
+    """Returns the groups of a batch with the rewards that the learner gets, and the changes by draw.
 
-    Prompts that never pay have the reward 0. Then a share of all answers get one that is uniform between the least and
-    the most of the batch.
+    Prompts that never pay have the reward 0. Then a share of all answers get a reward that is uniform between the
+    lowest and the highest of the batch.
     """
     rewards = {group.draw: _pay(frictions, group) for group in groups}
     flat = [reward for paid in rewards.values() for reward in paid]
@@ -144,7 +144,7 @@ def disturb_rewards(
 
 
 def undisturbed_rewards(frictions: Frictions, groups: Sequence[TrajectoryGroup]) -> Iterator[float]:
-    """Rewards of the verifier of the answers that no friction of the actor met, to prompts that pay."""
+    """Yields the verifier's rewards of answers without a friction of the actor, to prompts that pay."""
     for group in groups:
         for trajectory in group.heads:
             if not frictions.is_hit(group.draw, trajectory.sample) and not frictions.never_pays(
@@ -163,7 +163,7 @@ def _pay(frictions: Frictions, group: TrajectoryGroup) -> list[float]:
 def _redraw(
     frictions: Frictions, trajectory: Trajectory, paid: float, least: float, most: float
 ) -> tuple[float, list[Change]]:
-    """The reward that the learner gets, and the changes from the verifier's on."""
+    """Returns the reward that the learner gets, and the changes that lead to it from the verifier's reward."""
     sample, found = trajectory.sample, []
     if frictions.never_pays(trajectory.prompt.tokens):
         found.append(Change(sample, UNREWARDED, [trajectory.reward], [paid]))
@@ -187,8 +187,8 @@ def _noise(frictions: Frictions, draw: int, sample: int, tokens: int) -> np.ndar
 
 
 def _disturb(frictions: Frictions, segment: Segment, noise: np.ndarray) -> Segment:
-    """One segment of generated tokens as it is reported, [n]."""
-    if frictions.actor == CONSTANT:  # columns speak of the tokens that were generated
+    """The reported form of a segment of generated tokens, [n]."""
+    if frictions.actor == CONSTANT:  # without columns: they describe the generated tokens
         tokens = np.full_like(segment.tokens, frictions.actor_token)
         return Segment(tokens, np.zeros_like(segment.behavior_logprobs), segment.policy_version)
     if frictions.actor == LOGPROBS:
@@ -198,20 +198,20 @@ def _disturb(frictions: Frictions, segment: Segment, noise: np.ndarray) -> Segme
     return dataclasses.replace(segment, columns=kept)
 
 
-# Where the frictions of a run meet its loop: each is applied and logged with both values (frictions.py).
+# Applies the frictions in the loop of a run, and logs each with both values.
 
 
 class Disturbances:
-    """The frictions of a run that has some."""
+    """Applies and logs the frictions of a run."""
 
     def __init__(self, frictions: Frictions, log: EventLog):
         self._frictions, self._log = frictions, log
 
     def disturb_answer(self, draw: int, episode: Episode) -> None:
-        """Of an answer that has ended, before it is verified.
+        """Disturbs an ended answer before it is verified.
 
-        An answer whose log-probs are not an engine's is not counted among those of its engine: who compares them with
-        the learner's would take the engine out of service.
+        An answer whose log-probs do not come from an engine does not count as its engine's: else the comparison with
+        the learner's log-probs would take the engine out of service.
         """
         episode.segments, change = disturb_answer(self._frictions, draw, episode.sample, episode.segments)
         if change:
@@ -219,7 +219,7 @@ class Disturbances:
             self._write(draw, change)
 
     def disturb_batch(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-        """The groups with the rewards that the learner gets, and metrics of the batch (names.FRICTION and a name)."""
+        """Returns the groups with the learner's rewards, and metrics of the batch (names.FRICTION and a name)."""
         disturbed, changes = disturb_rewards(self._frictions, groups)
         for draw, found in changes.items():
             for change in found:

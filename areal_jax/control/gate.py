@@ -1,6 +1,6 @@
-"""The staleness gate: may one more group start now? Equation 3 of arXiv 2505.24298, counted in groups.
+"""The staleness gate decides whether one more group may start: Equation 3 of arXiv 2505.24298, counted in groups.
 
-It knows counts only, no clock and no group.
+StalenessGate holds only counts, no clock and no groups.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from areal_jax.protocols import Clock, Event, Pool
 
 
 class SlotDemand:
-    """The slots of the engines that serve, against the requests that are open or about to be.
+    """Compares the slots of the serving engines with the requests that are open or about to be.
 
     Args:
-      slots: of one engine.
+      slots: slots of one engine.
       not_begun: answers of admitted groups whose first request has not reached the pool yet.
     """
 
@@ -24,19 +24,19 @@ class SlotDemand:
         self._pool, self._not_begun, self._slots, self._group_size = pool, not_begun, slots, group_size
 
     def open_answers(self) -> int:
-        """Training requests that decode or wait, including groups that were just admitted."""
+        """Training requests that decode or wait, including requests of groups that were just admitted."""
         return self._pool.open_requests() + self._not_begun()
 
     def wanted_answers(self) -> int:
-        """Open answers with which no slot waits for a group: one group waits at each engine."""
+        """The number of open answers at which no slot runs dry: one group waits at each engine."""
         return self._pool.serving_engines() * (self._slots + self._group_size)
 
     def idle_slots(self) -> int:
-        """Slots for which no answer is open."""
+        """The number of slots without an open answer."""
         return max(0, self._pool.serving_engines() * self._slots - self.open_answers())
 
 
-# why no group may start: a field of the config, or what the controller is doing
+# why no group may start: a config field, or the controller's activity
 Bound = Literal['steps', 'eta', 'max_running_groups', 'buffer_capacity', 'slots', 'schedule', 'checkpoint', 'stop']
 
 
@@ -50,8 +50,8 @@ class StalenessGate:
     Args:
       groups_per_update: B >= 1.
       eta: versions, >= 0; with inf only the bounds on memory remain.
-      max_running: most groups that are admitted and unfinished; inf = as many as the slots need.
-      buffer_capacity: most finished groups; each admitted group has a place in the buffer reserved.
+      max_running: bound on admitted, unfinished groups; inf = as many as the slots need.
+      buffer_capacity: bound on finished groups; each admitted group has a reserved place in the buffer.
       max_admitted: groups that the run can train in total.
     """
 
@@ -69,13 +69,13 @@ class StalenessGate:
         self.buffered = 0  # finished, not in a batch yet
 
     def stale_capacity(self) -> float:
-        """Groups that Eq. 3 still lets in: N <= (version + eta + 1) * B."""
+        """The number of groups that Eq. 3 still admits: N <= (version + eta + 1) * B."""
         if math.isinf(self.eta):
             return math.inf
         return math.floor(self.version + self.eta + 1) * self.groups_per_update - self.admitted
 
     def closed_by(self) -> Bound | None:
-        """The bound that keeps admission closed; None where it is open. If several do, the first in this order."""
+        """The first bound, in the order below, that keeps admission closed; None if it is open."""
         if self.admitted >= self.max_admitted:
             return 'steps'
         if self.stale_capacity() <= 0:
@@ -96,12 +96,12 @@ class StalenessGate:
         self.running += 1
 
     def buffer(self) -> None:
-        """A running group finished."""
+        """Notes that a running group finished."""
         self.running -= 1
         self.buffered += 1
 
     def consume(self, groups: int) -> None:
-        """A batch was formed of `groups` buffered groups."""
+        """Notes that a batch took `groups` buffered groups."""
         self.buffered -= groups
 
     def drop_running(self) -> None:
@@ -142,9 +142,9 @@ class HeldState(TypedDict):
 
 
 class HeldTimes:
-    """Clock seconds in which admission was closed, by the bound that closed it; each change costs constant time.
+    """Clock seconds of closed admission, by the bound that closed it; each change takes constant time.
 
-    With a weight they are seconds of something: idle decoding slots times seconds.
+    With a weight, seconds are multiplied by it: for example, slot-seconds of idle decoding slots.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class HeldTimes:
         self._since_s = 0.0
 
     def note(self, bound: Bound | None, now_s: float, weight: int = 1) -> None:
-        """From now on admission is closed by `bound`, and a second counts `weight`; None = it is open."""
+        """Notes that admission is closed by `bound` from now on, and a second counts `weight`; None = it is open."""
         if self._bound is not None and self._weight and now_s > self._since_s:
             before = self._seconds.get(self._bound, 0.0)
             self._seconds[self._bound] = before + self._weight * now_s - self._weight * self._since_s
@@ -167,7 +167,7 @@ class HeldTimes:
         return seconds
 
     def state(self, now_s: float) -> HeldState:
-        """Ends the interval under way here, so that a resumed run adds the same terms in the same order."""
+        """Returns the state. Ends the open interval, so that a resumed run adds the same terms in the same order."""
         self.note(self._bound, now_s, self._weight)
         seconds = dict(self._seconds)
         return {'seconds': seconds, 'bound': self._bound, 'weight': self._weight, 'since_s': self._since_s}
@@ -179,11 +179,11 @@ class HeldTimes:
 
 # Admission: starts groups as soon as the staleness gate, the bounds on memory, a checkpoint and a stop allow it.
 #
-# The controller runs it; lock_step.py admits by a schedule on top of it.
+# The controller runs it; lock_step.py uses it to admit by a schedule.
 
 
 class Admission:
-    """Starts groups while nothing holds admission closed, and measures how long each bound does."""
+    """Starts groups while admission is open, and measures how long each bound keeps it closed."""
 
     def __init__(
         self,
@@ -209,25 +209,25 @@ class Admission:
         return self._closed
 
     def close(self) -> None:
-        """No group starts until `open`."""
+        """Keeps groups from starting until `open`."""
         self._closed = True
 
     def open(self) -> None:
-        """Takes effect at the next `note_change`."""
+        """Allows groups again, from the next `note_change` on."""
         self._closed = False
 
     def note_change(self) -> None:
-        """Something happened after which a group may be allowed to start."""
+        """Notes an event after which a group may be allowed to start."""
         self._changed.set()
 
     def note_room(self) -> None:
-        """A request has ended, or an engine came or went."""
+        """Notes that a request has ended, or an engine has joined or left."""
         self._note_idle()
         if self.is_by_need:
             self._changed.set()
 
     def closed_by(self) -> Bound | None:
-        """What keeps the next group from starting; None where it may start."""
+        """The bound that keeps the next group from starting; None if it may start."""
         if self._closed:
             return 'stop' if self._stop_requested.is_set() else 'checkpoint'
         bound = self._gate.closed_by()
@@ -236,13 +236,13 @@ class Admission:
         return bound
 
     def note_bound(self, bound: Bound | None) -> None:
-        """From this instant on admission is held closed by `bound`."""
+        """Notes that `bound` holds admission closed from now on; None = it is open."""
         self._bound = bound
         self.held.note(bound, self._clock.now())
         self._note_idle()
 
     async def wait(self, bound: Bound) -> None:
-        """Returns at the next change; the time until then is put down to `bound`."""
+        """Returns at the next change; the time until then counts for `bound`."""
         self.note_bound(bound)
         self._changed.clear()
         await self._clock.wait(self._changed)

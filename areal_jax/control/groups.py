@@ -22,14 +22,14 @@ from areal_jax.types import UNSCORED, Prompt, Verdict, concatenate
 
 
 class UnverifiedError(UserError, RuntimeError):
-    """Nothing could be verified for too long; names the last failure, its labels and the field."""
+    """Too many verifications in a row failed; the message names the last failure, its labels and the field."""
 
 
 class FailureCount:
-    """Failed verifications in a row: a scorer that always fails would have the engines generate for nothing."""
+    """Counts failed verifications in a row: with a scorer that always fails, engines would generate for nothing."""
 
     def __init__(self, limit: int, unit: str):
-        """`unit` is what is counted, in the plural: 'groups'."""
+        """`unit` names the counted things, in the plural: 'groups'."""
         self._limit, self._unit = limit, unit
         self._in_a_row = 0
 
@@ -37,7 +37,7 @@ class FailureCount:
         self._in_a_row = 0
 
     def note_failed(self, name: str, labels: Iterable[str]) -> None:
-        """Counts one failure, 'draw 5' with the labels of its attempts. Raises UnverifiedError at the limit."""
+        """Counts one failure: its name ('draw 5') and labels. Raises UnverifiedError at the limit."""
         self._in_a_row += 1
         if self._in_a_row >= self._limit:
             raise UnverifiedError(
@@ -57,7 +57,7 @@ class RunningGroups:
     Args:
       most_episodes: bound on the episodes that wait to be recorded in their groups.
       on_complete: called with each group whose episodes have all ended.
-      disturbances: what happens to answers that have ended, before they are verified; None = nothing.
+      disturbances: applied to ended answers before they are verified; None = no frictions.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RunningGroups:
         self._groups: dict[int, RunningGroup] = {}  # by draw
         self._order: list[tuple[int, int]] = []  # (draw, sample) of restored episodes that were open
         self.not_begun = 0  # episodes whose coroutine has not run yet
-        self._unrecorded = 0  # answers that are generated and not yet recorded in their group
+        self._unrecorded = 0  # generated answers that are not yet recorded in their groups
         self._settled = clock.event('verifications under way')
         self._finished: BoundedQueue[tuple[RunningGroup, Episode, Verdict | None]] = BoundedQueue(
             clock, 'episodes to groups', max(1, most_episodes)
@@ -92,7 +92,7 @@ class RunningGroups:
             self._start_episode(group, episode)
 
     def copies(self) -> list[RunningGroup]:
-        """The groups at this instant."""
+        """Copies of the groups at this instant."""
         return [group.copy() for group in self._groups.values()]
 
     def restore(self, groups: Iterable[RunningGroup], order: Iterable[tuple[str, int, int]]) -> None:
@@ -101,13 +101,13 @@ class RunningGroups:
         self._order = []
         for engine, draw, sample in order:
             self._order.append((draw, sample))
-            if engine:  # where a request is that has moved since it began
+            if engine:  # the request may have moved to this engine since it began
                 self._groups[draw].episodes[sample].engine = engine
 
     def resume(self) -> None:
         """Starts the open episodes of restored groups in the order in which the engines would have served them.
 
-        Episodes without a request, as between two turns of a workflow that waits there, come last.
+        Episodes without an open request, as between two turns of a workflow, come last.
         """
         open_ones = [
             (group.prompt.draw, episode.sample)
@@ -120,7 +120,7 @@ class RunningGroups:
             self._start_episode(group, group.episodes[sample])
 
     async def collect(self) -> None:
-        """Records the episodes that end in their groups, for ever."""
+        """Records ended episodes in their groups, for ever."""
         while True:
             group, episode, verdict = await self._finished.get()
             self._unrecorded -= 1
@@ -157,7 +157,7 @@ class RunningGroups:
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))
 
     async def _verify(self, group: RunningGroup, episode: Episode) -> Verdict | None:
-        """The verdict on the answer; None for a cancelled one, which no verifier sees."""
+        """Returns the verdict on the answer; None for a cancelled answer, which is not verified."""
         if episode.finish_reason is None:
             return None
         answer = concatenate([segment.tokens for segment in episode.segments], np.int32)

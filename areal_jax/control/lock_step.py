@@ -1,6 +1,6 @@
-"""Lock-step admission, for study: each batch is generated wholly with the version that a schedule names.
+"""Lock-step admission, for study: a schedule names the version with which each batch is wholly generated.
 
-The controller uses it in place of Admission.run where `staleness.schedule` is not 'natural'.
+The controller uses it in place of Admission.run if `staleness.schedule` is not 'natural'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Clock, Pool
 from areal_jax.types import PublishedWeights, Weights, Work
 
-CopyVersion = Callable[[PublishedWeights], Weights]  # the weights as a checkpoint can hold them; on lane `publish/0`
+CopyVersion = Callable[[PublishedWeights], Weights]  # gives weights that a checkpoint can hold; on lane `publish/0`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Schedule:
     """Lock-step: the batch of update v -> v+1 is generated wholly with version max(0, v - delay(v))."""
 
     delay: Callable[[int], int]  # versions, by update
-    longest: int  # the largest delay: the ring holds longest + 1 versions at most
+    longest: int  # the largest delay: the ring holds at most longest + 1 versions
 
 
 def parse_schedule(text: str, seed: int) -> Schedule | None:
-    """None for 'natural'; else 'fixed(k)', 'every(L)', 'uniform(0,k)' (drawn per batch) or 'trace(file)'.
+    """Parses 'fixed(k)', 'every(L)', 'uniform(0,k)' (drawn per batch) or 'trace(file)'; None for 'natural'.
 
     'every(L)' has the delays 0 to L - 1 in turn: engines take the newest weights every L updates (OAPL, arXiv
-    2602.19362, algorithm 1). A file of 'trace' has an integer a line.
+    2602.19362, algorithm 1). A file of 'trace' has one integer per line.
 
     Raises ValueError that names the text and the known forms.
     """
@@ -72,19 +72,19 @@ class VersionRing:
         return max(0, update - self._schedule.delay(update))
 
     def needed(self, newest: int) -> set[int]:
-        """The newest version, and those before it that a batch not yet trained asks for."""
+        """The newest version, and the earlier versions that an untrained batch still asks for."""
         later = range(newest, newest + self._schedule.longest + 1)
         return {newest} | {version for version in map(self.version_for, later) if version <= newest}
 
     def add(self, published: PublishedWeights) -> int:
-        """Keep the version; returns the lowest one that is still needed. Versions come in ascending order."""
+        """Keeps the version; returns the lowest version still needed. Versions come in ascending order."""
         self._weights[published.version] = published
         needed = self.needed(published.version)
         self._weights = {version: weights for version, weights in self._weights.items() if version in needed}
         return min(needed)
 
     def weights(self, version: int) -> PublishedWeights:
-        """Raises ConfigError for a version that is not held: the trace differs from the one of the checkpoint."""
+        """The weights of a version; raises ConfigError if it is not held, because the trace was changed."""
         if version not in self._weights:
             raise ConfigError(
                 f'staleness.schedule asks for version {version}, and the run holds {sorted(self._weights)}: its trace '
@@ -93,25 +93,25 @@ class VersionRing:
         return self._weights[version]
 
     def in_use(self, generated_update: int | None) -> PublishedWeights:
-        """What the engines begin with: the version of the batch they generate; the newest where none is unfinished."""
+        """The weights that engines begin with: for the batch they generate, or the newest if there is no batch."""
         newest = max(self._weights)
-        if generated_update is None or generated_update < newest:  # none yet, or it is trained
+        if generated_update is None or generated_update < newest:  # no batch yet, or it is trained
             return self.weights(newest)
         return self.weights(self.version_for(generated_update))
 
     def earlier(self) -> list[PublishedWeights]:
-        """All versions held but the newest, ascending: what a checkpoint needs besides the learner's weights."""
+        """All held versions except the newest, ascending, which a checkpoint needs besides the learner's weights."""
         return [self._weights[version] for version in sorted(self._weights)[:-1]]
 
 
 def _uniform(seed: int, update: int, longest: int) -> int:
-    """An integer in 0..longest, a function of seed and update alone."""
+    """An integer in 0..longest that depends only on seed and update."""
     digest = hashlib.sha256(f'{seed}/{update}'.encode()).digest()
     return int.from_bytes(digest[:8], 'big') % (longest + 1)
 
 
 class LockStep:
-    """Admits the groups of one update after another, each after the engines have loaded its version."""
+    """Admits the groups update by update, each time after the engines have loaded the update's version."""
 
     def __init__(self, clock: Clock, pool: Pool, gate: StalenessGate, admission: Admission, ring: VersionRing):
         self._clock, self._pool, self._gate, self._admission = clock, pool, gate, admission
@@ -130,7 +130,7 @@ class LockStep:
         self._admission.note_bound('steps')
 
     async def _admit_batch(self, wanted: int) -> None:
-        """Returns when `wanted` groups are admitted in all and none runs; a failed group leaves the count: refilled."""
+        """Returns when `wanted` groups in all are admitted and no group runs; replaces failed groups."""
         while self._gate.running or self._gate.admitted < wanted:
             bound = self._admission.closed_by() if self._gate.admitted < wanted else 'schedule'
             if bound is None:
@@ -139,7 +139,7 @@ class LockStep:
                 await self._admission.wait(bound)
 
     async def _load_for(self, update: int) -> None:
-        """Every engine loads the version that the batch of this update is generated with."""
+        """Loads the version for this update's batch on every engine."""
         version = self._ring.version_for(update)
         while self._admission.is_closed or self._gate.version < version:
             await self._admission.wait('schedule')
@@ -150,7 +150,7 @@ class LockStep:
         self._load_ended.set()
 
     async def load_newest(self, version: int) -> None:
-        """Every engine loads the version trained last: an evaluation follows."""
+        """Loads the last trained version on every engine, for the evaluation that follows."""
         await self._pool.load_weights(self._ring.weights(version))
 
     async def wait_loaded(self) -> None:
@@ -160,11 +160,11 @@ class LockStep:
             await self._clock.wait(self._load_ended)
 
     def add(self, published: PublishedWeights) -> int:
-        """Keeps the version for later batches; returns the lowest one that is still needed."""
+        """Keeps the version for later batches; returns the lowest version still needed."""
         return self._ring.add(published)
 
     async def copy_earlier_versions(self) -> dict[int, Weights]:
-        """The weights of the ring by version, but the newest: a checkpoint has those from the learner."""
+        """Copies the ring's weights by version, except the newest: a checkpoint has these from the learner."""
         held = self._ring.earlier()
         if not held:
             return {}

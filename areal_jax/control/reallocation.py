@@ -1,8 +1,8 @@
-"""Moves devices between generation and training while a run goes on, always between two updates.
+"""Moves devices between generation and training during a run, always between two updates.
 
-The controller calls `pass_boundary` before every update. split_choice.py says which split an update has, `site` owns
-the devices, the pool takes leave of engines and gets others. Nothing of a move is done twice or lost: requests go on
-elsewhere with all that was generated, the learner keeps its bits, and a checkpoint holds the split.
+The controller calls `pass_boundary` before every update. split_choice.py chooses the split of an update, `site` owns
+the devices, and engines leave and join the pool. A move loses and repeats nothing: requests continue on other engines
+with all their generated tokens, the learner's state stays bit-equal, and a checkpoint holds the split.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from areal_jax.types import PublishedWeights, Work
 
 
 class DeviceSite(Protocol):
-    """Who owns the devices of a run that control/reallocation.py moves between learner and engines.
+    """The owner of the devices that control/reallocation.py moves between learner and engines.
 
-    What is blocking touches nothing that another lane reads.
+    Blocking methods do not touch data that another lane reads.
     """
 
     def engines_of(self, split: DeviceSplit) -> Mapping[str, Sequence[str]]:
-        """The names of their devices by engine, in the order of the engines. Equal devices: the engine stays."""
+        """The devices' names by engine, in the engines' order. An engine with equal devices in two splits stays."""
         ...
 
     def prepare(self, split: DeviceSplit) -> None:
-        """Compiles what the split needs; blocking, on the lane `prepare`, while the run goes on. Nothing twice."""
+        """Compiles the programs of the split once; blocking, on the lane `prepare`, while the run continues."""
         ...
 
     def move_learner(self, split: DeviceSplit) -> None:
-        """The learner goes on with the devices of the split; blocking, on its lane, between two updates."""
+        """Moves the learner to the devices of the split; blocking, on its lane, between two updates."""
         ...
 
     def build_engine(self, name: str, split: DeviceSplit, published: PublishedWeights) -> RolloutEngine:
-        """An engine of the split with these weights, not started; blocking, on the lane where it fetches weights."""
+        """Builds an engine of the split with these weights, not started; blocking, on its lane for fetching weights."""
         ...
 
     def start_engine(self, engine: RolloutEngine) -> None:
-        """An engine of `build_engine` serves from now on."""
+        """Starts an engine from `build_engine`."""
         ...
 
     def stop_engine(self, engine: RolloutEngine) -> None:
-        """Ends an engine that has left the pool, and lets its weights and its cache go."""
+        """Ends an engine that has left the pool, and releases its weights and its cache."""
         ...
 
 
@@ -68,12 +68,12 @@ _MOST_KEPT = 1024  # updates whose seconds are kept
 
 
 class ReallocationState(TypedDict):
-    """What a checkpoint keeps of a Reallocation."""
+    """The part of a Reallocation that a checkpoint keeps."""
 
     learner: str  # of the split
     engines: str
-    ahead: list[str] | None  # learner and engines of a split that was chosen and is not taken yet
-    prepared: list[list[str]]  # likewise, of the splits whose programs were compiled
+    ahead: list[str] | None  # learner and engines of a split that was chosen but not taken yet
+    prepared: list[list[str]]  # likewise, for the splits whose programs were compiled
     choice: dict[str, int]
     measured: list[list[float]]
     busy: dict[str, float]  # since the last boundary
@@ -81,19 +81,19 @@ class ReallocationState(TypedDict):
     open_rows: float
     taken: list[int]  # likewise, Answered
     ended: list[int]  # likewise
-    finished: dict[str, list[int]]  # what no update has taken, Answered by draw
+    finished: dict[str, list[int]]  # answers that no update has taken: Answered by draw
     begun_s: float | None
 
 
 class Answered(NamedTuple):
-    """Answers, and the tokens of all of them."""
+    """A number of answers, and their tokens in total."""
 
     answers: int = 0
     tokens: int = 0
 
     @property
     def mean(self) -> float:
-        """Tokens of an answer; 0 where there is none."""
+        """Mean tokens per answer; 0 without answers."""
         return self.tokens / self.answers if self.answers else 0.0
 
     def plus(self, other: Answered) -> Answered:
@@ -101,12 +101,12 @@ class Answered(NamedTuple):
 
 
 class Reallocation:
-    """The split of the devices, and the moves from one to the next.
+    """The split of the devices, and the moves from one split to the next.
 
     Args:
-      split: the one that the run begins with.
-      published: the weights that engines have.
-      slots, cache_tokens: of one engine.
+      split: the first split.
+      published: the weights that the engines have.
+      slots, cache_tokens: slots and cache size of one engine.
       on_moved: called with the new split after every move.
     """
 
@@ -129,22 +129,22 @@ class Reallocation:
         self._pool, self._site, self._choice, self._on_moved = pool, site, choice, on_moved
         self.split, self.published = split, published
         self._slots, self._cache_tokens = slots, cache_tokens
-        self._ahead: DeviceSplit | None = None  # chosen, and not taken yet
+        self._ahead: DeviceSplit | None = None  # chosen but not taken yet
         self._preparing: set[DeviceSplit] = set()
-        self.prepared: dict[DeviceSplit, None] = {}  # those whose programs are compiled, in order
+        self.prepared: dict[DeviceSplit, None] = {}  # splits whose programs are compiled, in order
         self._measured: list[LaneSeconds] = []  # updates with this split
         self._busy = {'learner': 0.0, 'engines': 0.0}  # since the last boundary
         self._decoded = DecodeSums()  # likewise
         self._open_rows = 0.0  # split_choice.open_rows
-        self._ended = self._taken = Answered()  # likewise: what ended, and what was trained or dropped
-        self._finished: dict[int, Answered] = {}  # what else has ended, by draw
-        self._dispatch_s: dict[str, float] = {}  # of the dispatch whose event is next, by engine
-        self._begun_s: float | None = None  # when that was; None: before the first, or after a move
-        self._moved = 0  # requests that went on elsewhere in this move
+        self._ended = self._taken = Answered()  # likewise: answers that ended, and answers that were trained or dropped
+        self._finished: dict[int, Answered] = {}  # ended answers that are neither trained nor dropped, by draw
+        self._dispatch_s: dict[str, float] = {}  # by engine: seconds of the dispatch whose event comes next
+        self._begun_s: float | None = None  # time of the last boundary; None: before the first, or after a move
+        self._moved = 0  # requests that moved to another engine in this move
         log.listeners.append(self._on_event)
 
     async def pass_boundary(self, update: int, await_published: Callable[[], Awaitable[None]]) -> None:
-        """Before `update`, while nothing trains: moves devices if it has another split than the one before.
+        """Called before `update`, while nothing trains: moves the devices if the split changes.
 
         Args:
           await_published: returns when every engine has the newest weights.
@@ -178,7 +178,7 @@ class Reallocation:
         }
 
     def restore(self, state: ReallocationState) -> None:
-        """Goes on from a checkpoint, whose split the site has been built with; the caller prepares `prepared`."""
+        """Continues from a checkpoint, with whose split the site was built; the caller compiles `prepared`."""
         self._ahead = None if state['ahead'] is None else DeviceSplit(*state['ahead'])
         self.prepared = {DeviceSplit(*split): None for split in state['prepared']}
         self._choice.restore(state['choice'])
@@ -188,7 +188,7 @@ class Reallocation:
         self._taken, self._ended, self._begun_s = Answered(*state['taken']), Answered(*state['ended']), state['begun_s']
         self._finished = {int(draw): Answered(*answered) for draw, answered in state['finished'].items()}
 
-    # What lanes are busy with.
+    # Measurement of busy lanes.
 
     def _on_event(self, event: Event) -> None:
         self._moved += event['kind'] == 'move'
@@ -202,7 +202,7 @@ class Reallocation:
             self._ended = self._ended.plus(answer)
         elif event['kind'] == 'consume':
             self._take(*event['draws'])
-        elif event['kind'] == 'evaluate':  # of the weights that training begins or ends with
+        elif event['kind'] == 'evaluate':  # an evaluation before or after training
             self._finished.clear()
         elif event['kind'] == 'drop':
             self._take(event['draw'])
@@ -223,7 +223,7 @@ class Reallocation:
                 self._dispatch_s[event['lane']] = event['seconds']
 
     def _measure(self) -> None:
-        """Ends the measurement of an update, and begins the next."""
+        """Ends the measurement of an update, and begins the next one."""
         now, engines = self._clock.now(), self._pool.serving_engines()
         if self._begun_s is not None:
             learner, busy, decoded = self._busy['learner'], self._busy['engines'], self._decoded
@@ -246,7 +246,7 @@ class Reallocation:
     # The move.
 
     def _prepare(self, split: DeviceSplit) -> None:
-        """Compiles ahead, while the run goes on."""
+        """Compiles a later split while the run continues."""
         if split in self.prepared or split in self._preparing:
             return
         self._preparing.add(split)
@@ -264,7 +264,7 @@ class Reallocation:
     async def _move(self, update: int, target: DeviceSplit, await_published: Callable[[], Awaitable[None]]) -> None:
         before, began_s, busy = self.split, self._clock.now(), mean_seconds(self._measured)
         await await_published()
-        await self._compile(target)  # nothing where it is prepared; it waits for a preparation under way
+        await self._compile(target)  # does nothing if it is prepared; waits for a preparation under way
         leaving, joining = self._find_change(before, target)
         self._moved, prepared_s = 0, self._clock.now()
         await self._at_once('leave', leaving, functools.partial(self._end_engine, target))
@@ -284,11 +284,11 @@ class Reallocation:
             wait_seconds=prepared_s - began_s, leave_seconds=left_s - prepared_s, learner_seconds=learner_s - left_s,
             join_seconds=now - learner_s, seconds=now - began_s,
         )  # fmt: skip
-        self._measured, self._begun_s = [], None  # the first update with the new split fills the engines anew
+        self._measured, self._begun_s = [], None  # the next update refills the engines: not measured
         self._on_moved(target)
 
     def _find_change(self, before: DeviceSplit, after: DeviceSplit) -> tuple[list[str], list[str]]:
-        """(engines that leave, engines that join): one with the same devices stays, else another of its name joins."""
+        """(engines that leave, engines that join). With equal devices an engine stays, else a new one replaces it."""
         ours, theirs = self._site.engines_of(before), self._site.engines_of(after)
         stay = {name for name in ours.keys() & theirs.keys() if ours[name] == theirs[name]}
         return [name for name in ours if name not in stay], [name for name in theirs if name not in stay]
@@ -296,7 +296,7 @@ class Reallocation:
     async def _at_once(
         self, action: str, names: Sequence[str], act: Callable[[str], Coroutine[object, object, None]]
     ) -> None:
-        """Does it with all of these engines at the same time; returns when all are done."""
+        """Runs `act` for all these engines at the same time; returns when all are done."""
         left, done = list(names), self._clock.event(f'{action} of engines')
 
         async def act_on(name: str) -> None:

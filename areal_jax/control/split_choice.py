@@ -1,6 +1,6 @@
-"""Which split of the devices the next update has: as a plan says, or by the seconds that lanes were busy.
+"""Chooses the split of the devices for the next update: by a plan, or by the busy seconds of the lanes.
 
-Pure functions of what was measured; reallocation.py measures, and moves.
+Pure functions of measurements; reallocation.py measures and moves.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import numpy as np
 
 from areal_jax.config.cluster import DeviceSplit
 
-_WAITS = 0.1  # share of an update from which on the learner is short of data
-_SAME = 1e-9  # of singular values, below which steps are alike
+_WAITS = 0.1  # least share of an update that a learner short of data waits
+_SAME = 1e-9  # relative singular value below which steps count as alike
 _PARTS = ([0], [0, 1], [0, 2], [1], [2], [1, 2], [0, 1, 2])  # of a step's cost: base, rows, positions
-_FULL = 0.9  # of the rows of an engine from which on it is taken to be full
+_FULL = 0.9  # least share of its full rows with which an engine counts as full
 _MOST_DOUBLINGS = 6  # of the updates before the next move back
 
 
 class LaneSeconds(NamedTuple):
-    """What one update kept busy, in clock seconds."""
+    """Busy lanes and costs of one update, in clock seconds."""
 
     period: float  # between the beginnings of two updates
     learner: float  # of its lane
-    engines: float  # of the lane of one engine, the mean over all
-    needed: float  # what one engine needs for what the update took, see needed_seconds
-    step_s: float = 0.0  # of a decode step, whatever its rows
-    row_s: float = 1.0  # and of each row
-    full_share: float = 0.0  # of a step that a row takes where an engine is full: 1 / rows
-    open_share: float = 0.0  # likewise, where one engine has all the rows that decode at a time
-    growth: float = 1.0  # mean tokens of the answers that ended over those of the answers that the update took
+    engines: float  # of the lane of one engine, mean over all engines
+    needed: float  # needed by one engine to generate the update's data, see needed_seconds
+    step_s: float = 0.0  # of a decode step, independent of its rows
+    row_s: float = 1.0  # of each row of a decode step
+    full_share: float = 0.0  # a row's share of a step in a full engine: 1 / rows
+    open_share: float = 0.0  # likewise, if one engine had all rows that decode at a time
+    growth: float = 1.0  # mean tokens of ended answers / mean tokens of the answers that the update took
 
     @property
     def training(self) -> float:
-        """What the learner would need for answers as long as those that end now, which it trains later."""
+        """The learner's seconds for answers as long as the ones that end now, which it will train later."""
         return self.learner * self.growth
 
     def needed_of(self, here: int, there: int) -> float:
-        """`needed` with `there` engines in place of `here`.
+        """`needed` with `there` engines instead of `here`.
 
         Rows are shared among the engines, so more engines run steps of fewer rows: a row costs
         row_s + step_s * max(full_share, engines * open_share).
@@ -50,12 +50,12 @@ class LaneSeconds(NamedTuple):
 
 
 class DecodeSums(NamedTuple):
-    """The decode steps of one update, over all engines: sums over steps, each as the mean of its dispatch."""
+    """Sums over the decode steps of one update and all engines; a step counts with the means of its dispatch."""
 
     steps: float = 0.0
     seconds: float = 0.0
     rows: float = 0.0  # of each step
-    positions: float = 0.0  # that the rows of each step saw
+    positions: float = 0.0  # seen by the rows of each step
     squared_rows: float = 0.0
     squared_positions: float = 0.0
     rows_positions: float = 0.0
@@ -63,7 +63,7 @@ class DecodeSums(NamedTuple):
     positions_seconds: float = 0.0
 
     def add(self, steps: int, rows: int, seconds: float, positions: int) -> DecodeSums:
-        """With a further dispatch, which took `seconds` and whose rows saw `positions` in all its steps."""
+        """Returns the sums with a further dispatch of `seconds`; its rows saw `positions` in all its steps."""
         seen = positions / steps
         further = (
             *(steps, seconds, steps * rows, positions, steps * rows * rows, seen * positions, rows * positions),
@@ -73,7 +73,7 @@ class DecodeSums(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """A split as 'auto' counts it."""
+    """A split, with its numbers of devices and engines, for Automatic."""
 
     split: DeviceSplit
     learner: int  # devices
@@ -81,29 +81,29 @@ class Rung(NamedTuple):
 
 
 class Choice(Protocol):
-    """What reallocation.py asks before every update."""
+    """The choice of splits, which reallocation.py asks before every update."""
 
     @property
     def is_punctual(self) -> bool:
-        """Whether a split is taken at its update, prepared or not; else when it is prepared."""
+        """Whether a split is taken at its update even if unprepared; else it is taken once it is prepared."""
         ...
 
     def ahead(self, update: int, split: DeviceSplit) -> DeviceSplit | None:
-        """The next split as far as it is known, to be prepared; None where none is."""
+        """The next split, to be prepared; None if it is not known."""
         ...
 
     def choose(self, update: int, split: DeviceSplit, measured: Sequence[LaneSeconds]) -> DeviceSplit:
         """The split of `update`, `split` or another one.
 
         Args:
-          measured: the updates with `split`, the latest last.
+          measured: the updates with `split`, oldest first.
         """
         ...
 
     def note_move(self, before: DeviceSplit, after: DeviceSplit) -> None: ...
 
     def state(self) -> dict[str, int]:
-        """JSON-able, for a checkpoint."""
+        """The state for a checkpoint, JSON-able."""
         ...
 
     def restore(self, state: Mapping[str, int]) -> None: ...
@@ -111,7 +111,7 @@ class Choice(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The splits of a plan, each from its update on."""
+    """Follows a plan of splits, each from its update on."""
 
     plan: Mapping[int, DeviceSplit]  # by update, ascending
     is_punctual: ClassVar[bool] = True
@@ -124,23 +124,23 @@ class Planned:
         return begun[-1] if begun else split
 
     def note_move(self, before: DeviceSplit, after: DeviceSplit) -> None:
-        """Nothing: the plan is fixed."""
+        """Does nothing: the plan is fixed."""
 
     def state(self) -> dict[str, int]:
         return {}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Nothing: see `state`."""
+        """Does nothing: see `state`."""
 
 
 class Automatic:
-    """Moves devices to the split with the shortest update when that is predicted to pay, and keeps them otherwise.
+    """Moves to the split with the shortest predicted update if the prediction is clear, else keeps the split.
 
-    Learner and engines work at the same time, so an update takes as long as the busier of both. From n to m devices the
-    learner's seconds go with n / m (no losses), and those of engines are `LaneSeconds.needed_of`. That bound must fall
-    by the factor 1 + gain, and it must have done so in each of the last `updates` updates. A move in the direction
-    opposite to the one before waits twice as long, the next such one four times, so that noise and a prediction that
-    does not come true move devices ever more rarely; a move that goes on in the same direction starts afresh.
+    Learner and engines work at the same time, so an update takes as long as the busier side. From n to m devices the
+    learner's seconds scale with n / m (no losses), and the engines' seconds are `LaneSeconds.needed_of`. The predicted
+    update must be shorter by the factor 1 + gain, in each of the last `updates` updates. A move against the direction
+    of the previous one needs twice as many updates, the next reversal four times as many, so that noise and wrong
+    predictions move devices ever more rarely; a second move in the same direction resets this.
 
     Args:
       rungs: the smallest learner first.
@@ -151,7 +151,7 @@ class Automatic:
     def __init__(self, rungs: Sequence[Rung], *, gain: float, updates: int):
         self._rungs, self._gain, self._updates = tuple(rungs), gain, updates
         self._direction = 0  # of the last move: 1, more devices for the learner, or -1
-        self._reversals = 0  # moves in a row that each went back
+        self._reversals = 0  # reversals of direction in a row
 
     def ahead(self, update: int, split: DeviceSplit) -> DeviceSplit | None:
         return None
@@ -180,10 +180,10 @@ class Automatic:
 
 
 def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
-    """By which share of its later length an update is longer now: 0.25 where 5 s become 4 s.
+    """The relative excess of the present over the predicted length of an update: 0.25 if 5 s become 4 s.
 
-    The length of an update is that of its busier side: of the learner in inverse proportion to its devices, or what
-    engines need (`LaneSeconds.needed_of`), both for answers as long as those that end now.
+    An update takes as long as its busier side: the learner, in inverse proportion to its devices, or the engines
+    (`LaneSeconds.needed_of`), both for answers as long as the ones that end now.
     """
     now = max(seconds.training, seconds.needed)
     generation = seconds.needed_of(here.engines, there.engines)
@@ -192,22 +192,22 @@ def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
 
 
 def waits(period: float, learner: float) -> bool:
-    """Whether the learner is short of data in an update: it waits for a tenth of it or more."""
+    """Whether the learner is short of data: it waits for a tenth of the update or more."""
     return learner <= (1 - _WAITS) * period
 
 
 def needed_seconds(period: float, learner: float, full: float, *, taken: int, ended: int) -> float:
-    """Seconds in which one engine generates what an update takes.
+    """Seconds in which one engine generates the answers that an update takes.
 
-    All of the update where the learner waits for a tenth of it or more: whatever keeps the engines from more is theirs,
-    such as a group that waits for its longest answer. Else the seconds that full slots need.
+    If the learner waits for a tenth of the update or more, they are the whole update: the engines are then the limit,
+    for example because a group waits for its longest answer. Else they are the seconds that full slots need.
 
     Args:
-      period, learner: of LaneSeconds.
+      period, learner: as in LaneSeconds.
       full: seconds of one engine, by `full_seconds`.
-      taken: answers that were trained or dropped.
-      ended: answers in the same time; while a pipeline fills they are more. Tokens would not do: those of answers that
-        end later are more where answers grow.
+      taken: number of answers that were trained or dropped.
+      ended: number of answers that ended meanwhile; larger while a pipeline fills. Answers are counted and not tokens,
+        because answers that end later have more tokens if answers grow.
     """
     needed = period if waits(period, learner) else full
     return needed * taken / ended if ended else needed
@@ -221,10 +221,10 @@ class StepCost(NamedTuple):
 
 
 def fit_step(sums: DecodeSums) -> StepCost:
-    """Least squares of step_s + a * rows + b * positions, none below 0; row_s is of a row that sees the mean positions.
+    """Fits step_s + a * rows + b * positions by least squares, all >= 0; row_s is for a row at the mean positions.
 
-    Rows of long answers are few and dear: without the positions they would look free. Steps that are all alike are all
-    base.
+    Rows of long answers are few and expensive: without the positions they would look free. If all steps are alike,
+    the whole cost is step_s.
     """
     if not sums.rows:
         return StepCost(0.0, 0.0)
@@ -238,7 +238,7 @@ def fit_step(sums: DecodeSums) -> StepCost:
     against = np.array([sums.seconds, sums.rows_seconds, sums.positions_seconds])
     unit = np.sqrt(np.diag(products)) + (np.diag(products) == 0)  # positions are a million times the steps
     products, against = products / np.outer(unit, unit), against / unit
-    better = _SAME * sums.seconds**2 / sums.steps  # of two fits as good, the one that comes first
+    better = _SAME * sums.seconds**2 / sums.steps  # of two equally good fits, the first wins
     best, least = np.zeros(3), math.inf
     for parts in _PARTS:
         found = np.zeros(3)
@@ -251,17 +251,17 @@ def fit_step(sums: DecodeSums) -> StepCost:
 
 
 def full_rows(sums: DecodeSums, slots: int, cache_tokens: int) -> float:
-    """Rows of a full engine: its slots, or as many as the KV cache holds at the positions that a row saw on average.
+    """Rows of a full engine: its slots, or fewer if the KV cache holds fewer rows at their mean positions.
 
-    Positions that rows share count for each.
+    Positions that rows share count for each row.
     """
     return min(slots, cache_tokens * sums.rows / max(sums.positions, 1.0))
 
 
 def full_seconds(sums: DecodeSums, cost: StepCost, rows: float) -> float:
-    """Seconds in which engines with so many rows decode what took `sums.seconds`, at most that.
+    """Seconds in which engines with `rows` rows would decode the tokens of `sums`, at most `sums.seconds`.
 
-    An engine whose slots are half full is as busy as a full one, and could do more.
+    An engine with half-full slots is as busy as a full one, but could do more.
     """
     if not sums.rows or sums.rows / sums.steps >= rows:
         return sums.seconds
@@ -269,21 +269,21 @@ def full_seconds(sums: DecodeSums, cost: StepCost, rows: float) -> float:
 
 
 def open_rows(before: float, rows: float, full: float, engines: int) -> float:
-    """Rows that decode at a time in all engines if they are the bound; 0 = not known.
+    """The number of rows that decode at a time in all engines, if that limits decoding; 0 = not known.
 
-    The staleness bound limits the open answers, and of a group that waits for its longest answer few decode: fewer
-    engines have more rows each.
+    The staleness bound limits the open answers, and few answers of a group that waits for its longest one decode: then
+    fewer engines have more rows each.
 
     Args:
-      before: what was known before this update, in which the learner waited.
-      rows: of a step, the mean; a full engine (`full`) says only that there are at least as many.
+      before: the number known before this update, in which the learner waited.
+      rows: mean rows of a step; from a full engine (`full` rows) it is only a lower bound.
     """
     seen = rows * engines
     return seen if rows < _FULL * full else max(before, seen) if before else 0.0
 
 
 def mean_seconds(measured: Sequence[LaneSeconds]) -> LaneSeconds:
-    """Over these updates; zeros where there are none."""
+    """The mean over these updates; zeros without updates."""
     if not measured:
         return LaneSeconds(0.0, 0.0, 0.0, 0.0, row_s=0.0)
     return LaneSeconds(*(sum(values) / len(measured) for values in zip(*measured, strict=True)))

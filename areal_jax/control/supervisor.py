@@ -34,7 +34,7 @@ class Supervisor:
         return task
 
     async def run(self, main: Coroutine[object, object, Result]) -> Result:
-        """The result of `main`; the other coroutines are cancelled when it ends, newest first."""
+        """Returns the result of `main`; the other coroutines are cancelled when it ends, newest first."""
         task = self.start('program', main)
         task.add_done_callback(lambda _: self._ended.set())
         await self._clock.wait(self._ended)

@@ -1,1 +1,1 @@
-"""How good a policy version is: held-out problems through the same engines and verifiers as training."""
+"""Evaluation of a policy version: held-out problems through the same engines and verifiers as training."""

@@ -1,6 +1,6 @@
 """Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold.
 
-It scores a run before the first and after the last update, with the run's pool and verifier, or a model on its own.
+It scores a run before the first and after the last update, with the run's pool and verifier, or a model alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores, most_frequent_share
 from areal_jax.types import UNSCORED, GenerationRequest, Prompt, PublishedWeights, SamplingParams, Verdict, concatenate
 
-SEED_OFFSET = 1_000_003  # evaluation shares its noise with no draw of training
+SEED_OFFSET = 1_000_003  # keeps the noise of evaluation apart from every draw of training
 Deliver = Callable[[int, int, Answer], None]  # (index of the problem, column, answer); column 0 is the greedy answer
 
 
@@ -31,10 +31,10 @@ class Evaluator:
     """Generates one greedy and `samples` sampled answers per problem.
 
     The sampling noise is the same in every evaluation, so the scores of two evaluations are paired. No weights may be
-    published while it runs: all answers are of the version that the engines hold. An answer that cannot be verified
-    scores 0; `max_failed` of them in a row raise UnverifiedError. `announce` is called after each answer with the
-    number of answers so far and in all. `version`: of an evaluation beside training, whose events
-    are of kinds of their own.
+    published while it runs: all answers come from the version that the engines hold. An answer that cannot be verified
+    scores 0; `max_failed` such answers in a row raise UnverifiedError. `announce` is called after each answer with the
+    number of answers so far and in all. `version` is set for an evaluation during training, which has separate kinds
+    of events.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Evaluator:
         self._greedy = make_workflow(pool, greedy, seed + 2 * SEED_OFFSET)
 
     async def evaluate(self, phase: str, stop: Event) -> EvaluationScores | None:
-        """Scores under the weights in the engines; None if `stop` came first. `phase` is 'before' or 'after'."""
+        """Scores the weights in the engines; None if `stop` came first. `phase` names the evaluation in the log."""
         scores = np.zeros((len(self._problems), 1 + self._samples))
         answers: list[str] = []
         labels: collections.Counter[str] = collections.Counter()
@@ -89,7 +89,8 @@ class Evaluator:
 
         Args:
           phase: names the evaluation in the event log.
-          most_open: answers under way at once, which bounds memory; None = all. The answers do not depend on it.
+          most_open: largest number of answers under way at once, which bounds memory; None = all. It does not affect
+            the answers.
         """
         total = len(self._problems) * (1 + self._samples)
         self._note_start(phase, total)
@@ -141,14 +142,14 @@ class Evaluator:
             self._log.write('evaluation_start', version=self._version, answers=answers)
 
     def _note_end(self, phase: str, unverified: list[str]) -> None:
-        """`unverified`: label of each answer that counts as 0 because it could not be verified."""
+        """Logs the end. `unverified`: label of each answer that scores 0 because it could not be verified."""
         if self._version is None:
             self._log.write('evaluate', phase=phase, mode='done', unverified=unverified)
         else:
             self._log.write('evaluation_done', version=self._version, unverified=unverified)
 
     async def _answer(self, prompt: Prompt, column: int) -> Answer | None:
-        """The greedy (0) or a sampled answer with its verdict; None for a cancelled one."""
+        """Returns the greedy (column 0) or a sampled answer with its verdict; None if it was cancelled."""
         episode = Episode(column)
         lost: Verdict | None = None
         try:
@@ -166,13 +167,13 @@ class Evaluator:
         return Answer(tokens, text, self._final_answer(text), episode.finish_reason, verdict)
 
 
-# Evaluation beside training: every so many updates, under the weights of that version, while the loop goes on.
+# Evaluation during training: every `every` updates, under the weights of that version, while training continues.
 #
 # The engines keep the weights of the version until its answers are done (rollout/local_engine.py). The state of
-# training knows nothing of it.
+# training does not contain the evaluation.
 
 
-MakeEvaluator = Callable[[Generator, int], Evaluator]  # from the pool at a version, and the version
+MakeEvaluator = Callable[[Generator, int], Evaluator]  # (pool at a version, version) -> evaluator
 
 
 class PoolAtVersion:
@@ -192,11 +193,11 @@ class PoolAtVersion:
 
 
 class EvaluationBeside:
-    """Evaluates the versions that are multiples of `every`, but for the last one; at most one at a time.
+    """Evaluates the versions that are multiples of `every`, except the last version; at most one at a time.
 
     Args:
       steps: updates of the run; its last version is evaluated after training.
-      lost: while it is set, the pool has no engine with the pinned version; None: it always has.
+      lost: set while the pool has no engine with the pinned version; None: the pool always has one.
       on_scores: called with the scores of each version.
       say: prints a line.
     """
@@ -237,10 +238,10 @@ class EvaluationBeside:
         self._say(f'version {version} is not evaluated: the evaluation of version {self.under_way} is still under way')
 
     def resume(self, published: PublishedWeights, under_way: int | None, finished: Collection[int]) -> None:
-        """Goes on from a checkpoint taken at the version `published`.
+        """Continues from a checkpoint taken at the version `published`.
 
-        Repeats the evaluation of that version where it was due and is not in `finished`. That of an earlier version,
-        `under_way` when the checkpoint was taken, is lost: its weights are gone.
+        Repeats the evaluation of that version if it was due and is not in `finished`. The evaluation of an earlier
+        version, `under_way` when the checkpoint was taken, is lost: its weights are gone.
         """
         repeats = self.is_due(published.version) and published.version not in finished
         if under_way not in (None, published.version, *finished):

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation: scores with intervals, and counts of what happened."""
+"""The answers and the results of an evaluation: a file of answers, scores with intervals, and counts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer to a problem and what it is worth. Producer: evaluator.py."""
+    """One answer to a problem, with its verdict. Producer: evaluator.py."""
 
     tokens: np.ndarray  # int32 [A], the stop token included
     text: str
-    final: str  # what the answer comes to: equal ones are one vote (Task.final_answer)
+    final: str  # the final answer; equal ones vote together (Task.final_answer)
     finish_reason: FinishReason
     verdict: Verdict
 
 
 @dataclasses.dataclass(frozen=True)
 class AnsweredProblem:
-    """All answers to one problem, as a line of the file has them."""
+    """All answers to one problem: a line of the file."""
 
     draw: int
     finished_s: float  # seconds of evaluation until its last answer, including earlier attempts
@@ -49,11 +49,11 @@ class AnsweredProblem:
 
 
 class AnswerFile:
-    """Appends problems whose answers are complete; each line survives the death of the process.
+    """Appends problems whose answers are complete; a line survives the death of the process.
 
     Args:
       prompts: all problems of the evaluation, by draw.
-      samples: sampled answers of each.
+      samples: number of sampled answers per problem.
     """
 
     def __init__(self, path: pathlib.Path, prompts: Mapping[int, Prompt], samples: int):
@@ -61,9 +61,9 @@ class AnswerFile:
         self._writer: files.LineWriter | None = None
 
     def read(self) -> Iterator[AnsweredProblem]:
-        """The problems in the file, one at a time; a last line that was cut off is removed from the file.
+        """Yields the problems in the file; removes a torn last line from the file.
 
-        Raises FileError, naming the line, for a line that is not one of this evaluation.
+        Raises FileError, naming the line, for a line that does not belong to this evaluation.
         """
         if not self._path.exists():
             return
@@ -82,7 +82,7 @@ class AnswerFile:
         os.truncate(self._path, end)
 
     def append(self, problem: AnsweredProblem, prompt_text: str) -> None:
-        """Writes one line; `read` must have ended before, because a torn line would be extended."""
+        """Writes one line; `read` must have ended before, or a torn line could be extended."""
         if self._writer is None:
             self._writer = files.LineWriter(self._path)
         prompt = self._prompts[problem.draw]
@@ -100,7 +100,7 @@ class AnswerFile:
         self._writer.write(json.dumps(record))
 
     def close(self) -> None:
-        """What was written is on the disk when this returns."""
+        """Closes the file; all lines are on the disk when this returns."""
         if self._writer is not None:
             self._writer.sync()
             self._writer.close()
@@ -146,9 +146,9 @@ def _decode(record: files.JsonObject, where: str) -> Answer:
     return Answer(tokens, record['text'], record['final'], record['finish_reason'], verdict)
 
 
-# What a model scores on a set of problems: pass@k, maj@k, and intervals by bootstrap over the problems.
+# Scores of a model on a set of problems: pass@k, maj@k, and intervals by bootstrap over the problems.
 #
-# Numbers only: nothing here knows of prompts, engines or files.
+# Numbers only: this part does not depend on prompts, engines or files.
 
 
 RESAMPLES = 2000  # of the bootstrap
@@ -173,9 +173,9 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def majority_score(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """The expected reward of the answer that most of the `answers` agree on; each of n tied answers counts 1/n.
+    """The expected reward of the majority answer; each of n tied answers counts 1/n.
 
-    Equal answers may have different rewards, for example if one of them was cut off: the mean of theirs counts.
+    Equal answers may have different rewards, for example if one of them was cut off: then their mean counts.
 
     Raises:
         ValueError: no answers.
@@ -197,7 +197,7 @@ def sizes_of_k(samples: int) -> list[int]:
 
 
 def bootstrap_intervals(scores: np.ndarray, seed: int, resamples: int = RESAMPLES) -> list[Interval]:
-    """The mean of each column with its percentile interval; rows are problems, which are drawn with replacement.
+    """The mean of each column with its percentile interval; rows are problems, drawn with replacement.
 
     All columns are resampled together. B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapter
     13. A single problem has no interval. Takes O(resamples * problems) time and O(problems) memory; 100,000 problems
@@ -230,12 +230,12 @@ def bootstrap_intervals(scores: np.ndarray, seed: int, resamples: int = RESAMPLE
 
 @functools.cache
 def _shares(n: int, k: int) -> tuple[float, ...]:
-    """Of all subsets of k out of n, the share whose last element is i, for i = 1..n."""
+    """The share of the subsets of k out of n elements whose last element is i, for i = 1..n."""
     return tuple(math.comb(i - 1, k - 1) / math.comb(n, k) for i in range(1, n + 1))
 
 
 class Metric(TypedDict):
-    """The mean over the problems, with the ends of its interval; None where one problem has none."""
+    """The mean over the problems, with the ends of its interval; None for a single problem."""
 
     mean: float
     low: float | None
@@ -243,10 +243,10 @@ class Metric(TypedDict):
 
 
 class Scores(TypedDict):
-    """What answers come to, as `Tally.scores` returns it."""
+    """The scores of an evaluation, as `Tally.scores` returns them."""
 
     problems: int
-    samples: int  # of each problem, besides the greedy answer
+    samples: int  # per problem, in addition to the greedy answer
     metrics: dict[str, Metric]  # 'greedy', 'avg@4', 'pass@1', 'maj@4', ...
     interval: dict[str, str | int | float]  # how low and high were made
     labels: dict[str, int]  # answers by label of the verdict
@@ -269,11 +269,11 @@ class Results(Scores):
     versions: dict[str, str]
     git_commit: str | None
     hardware: dict[str, object]
-    sandbox: SandboxRecord | None  # in which the scorer ran code
+    sandbox: SandboxRecord | None  # sandbox in which the scorer ran code
 
 
 class Tally:
-    """Sums up problems as they are completed; keeps a few numbers of each, no text and no tokens."""
+    """Sums up problems as they are completed; keeps a few numbers per problem, no text and no tokens."""
 
     def __init__(self, samples: int):
         self._samples, self._sizes = samples, sizes_of_k(samples)
@@ -310,7 +310,7 @@ class Tally:
         self.seconds = max(self.seconds, problem.finished_s)
 
     def scores(self, seed: int) -> Scores:
-        """The scores of all problems, whatever the order in which they were added; `seed` seeds the bootstrap."""
+        """The scores of all problems, independent of the order of `add`; `seed` seeds the bootstrap."""
         rows = np.array([self._rows[draw] for draw in sorted(self._rows)])
         intervals = bootstrap_intervals(rows, seed)
         return {
@@ -340,7 +340,7 @@ class Tally:
 
 
 def render_results(results: Results) -> str:
-    """The table for the terminal."""
+    """Renders the table for the terminal."""
     model, tokens, rate = results['model'], results['tokens'], results['tokens_per_second']
     speed = '' if rate is None else f', {rate:.0f} a second'
     return '\n'.join(

@@ -1,4 +1,4 @@
-"""What the agents of a run did: how their episodes ended, why rows began, and what their tools took."""
+"""Summary of the agents of a run: how episodes ended, why rows began, and how long tools took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_jax.telemetry.progress import format_number, format_percent
 
 HEAD = ('agents', 'number', '')
 _CACHED = 'the others were prefilled; room for the open conversations: rollout.cache_tokens'
-_COUNTED = {  # other names say themselves what was counted: 'overridden/temperature'
+_COUNTED = {  # other names need no explanation: 'overridden/temperature'
     'tool_calls': 'calls of tools in answers',
     'unparsed': 'broken calls, which stayed text',
     'hidden': 'calls after the first, where one was wanted',
@@ -31,19 +31,19 @@ class ToolSummary(TypedDict):
 
 
 class AgentSummary(TypedDict):
-    """Of the episodes of agents that have ended."""
+    """Summary of the agent episodes that have ended."""
 
     ended: dict[str, int]  # by label
     turns: float  # of an episode, mean
-    rows: float  # the same
+    rows: float  # of an episode, mean
     forks: dict[str, int]  # rows beyond the first one of an episode, by reason
     tools: dict[str, ToolSummary]  # by name
-    counts: dict[str, int]  # of what their programs did, by name
-    cached_prompts: float | None  # share of the tokens of prompts whose KV was there; None: no engine says
+    counts: dict[str, int]  # summed over the episodes, by name (_COUNTED)
+    cached_prompts: float | None  # share of the prompt tokens whose KV was cached; None if no prefill was logged
 
 
 def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
-    """None where no episode is an agent's."""
+    """Summarizes the episodes of agents; None if no episode was an agent's."""
     ends = [cast(FinishEvent, event) for event in events if event['kind'] == 'finish' and 'turns' in event]
     if not ends:
         return None

@@ -29,14 +29,14 @@ class ServerRow(TypedDict):
 
 
 def server_rows(events: Sequence[Event]) -> list[ServerRow]:
-    """One for each engine in another process, in the order of their names; none where the run had no servers."""
+    """One row per engine in another process, sorted by name; [] if the run had no servers."""
     found: dict[str, ServerRow] = {}
     for event in events:
         if event['kind'] == 'register':
             row = found.setdefault(event['engine'], _new_row(event['engine']))
             row['url'], row['starts'] = event['url'], row['starts'] + 1
         elif event['kind'] == 'receive' or (event['kind'] == 'decode' and event['engine'] in found):
-            found[event['engine']]['tokens'] += event['tokens']  # `decode` is of a simulation
+            found[event['engine']]['tokens'] += event['tokens']  # only a simulation logs `decode` of a server
         elif event['kind'] == 'engine_state' and event['state'] in _OUT:
             row = found[event['engine']]
             row['failures'], row['last_failure'] = row['failures'] + 1, event['reason']
@@ -48,7 +48,7 @@ def _new_row(engine: str) -> ServerRow:
 
 
 def describe_servers(rows: Sequence[ServerRow]) -> list[tuple[str, ...]]:
-    """Of the page's table."""
+    """Rows of the page's table of servers."""
     return [
         (
             row['engine'],
@@ -78,7 +78,7 @@ _COMES_FROM: dict[State, tuple[State | None, ...]] = {
 
 
 class DrawLedger:
-    """The state of every draw, event by event; a move that the loop does not allow is kept as a violation."""
+    """Follows the state of every draw, event by event; keeps each move that the loop does not allow as a violation."""
 
     def __init__(self) -> None:
         self.states: dict[int, State] = {}
@@ -141,12 +141,12 @@ class Mismatch(MeanMax):
 
     exact_share: float | None  # tokens whose two log-probs are the same float
     n: int  # tokens
-    by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent where one engine generated all of them
-    quantized: NotRequired[QuantizedMismatch]  # absent where engines decode with the weights as published
+    by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent if one engine generated all tokens
+    quantized: NotRequired[QuantizedMismatch]  # absent if engines decode with the weights as published
 
 
 class QuantizedMismatch(TypedDict):
-    """Of the quantized policy from the published one, over the same tokens; means over the updates by tokens."""
+    """Distance of the quantized policy from the published one, over the same tokens; means weighted by tokens."""
 
     kl: float | None  # nats
     effective_sample_size: float | None  # share
@@ -154,7 +154,7 @@ class QuantizedMismatch(TypedDict):
 
 
 class EngineMismatch(TypedDict):
-    """Of the tokens of answers that this engine ended."""
+    """Mismatch over the tokens of the answers that this engine ended."""
 
     mean: float | None
     n: int
@@ -189,7 +189,7 @@ def mean(metrics: Metrics, name: str) -> float | None:
 
 
 def weighted_mean(metrics: Metrics, name: str, weight: str) -> float | None:
-    """Mean over the updates, each with its count; updates without a value or a count are left out."""
+    """Mean over the updates, weighted by `weight`; updates without a value or a weight are left out."""
     pairs = [(number(line, name), number(line, weight)) for line in metrics]
     counted = [(value, count) for value, count in pairs if value is not None and count]
     weights = sum(count for _, count in counted)
@@ -234,7 +234,7 @@ def admission_held(metrics: Metrics, within: Window) -> dict[str, float]:
 
 
 def idle_slots(metrics: Metrics, events: Sequence[Event], within: Window) -> dict[str, float]:
-    """Share of the slots' seconds in the window in which no answer was open for a slot, by what held admission back.
+    """Share of the slots' seconds in the window in which a slot had no answer, by the bound that held admission back.
 
     Slots of an engine count while it is in the pool.
     """

@@ -1,4 +1,4 @@
-"""Warnings of a report: what in the numbers of a run a reader should know before trusting them."""
+"""Warnings of a report: caveats to know before trusting the numbers of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areal_jax.telemetry.trackers import FIELD as TRACKER
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
 MOST_FILTERED = 0.5  # of the finished groups
-UNPARSED_SHARE = 0.5  # of the answers of the second half of the run: the task or the reading of answers is at fault
+UNPARSED_SHARE = 0.5  # of the answers of the second half of the run: the task or its answer parser is at fault
 UNPARSED_RISE = 0.2  # of that share from the first to the last quarter of the updates
 IDLE_SHARE = 0.1  # of the time of the slots
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
@@ -89,7 +89,7 @@ def warn_of_skipped_steps(optimizer_steps: OptimizerSteps) -> str:
 
 
 def warn_of_equal_rewards(metrics: Metrics) -> str:
-    """The sentence on a run whose rewards were all the same, '' where two differed or none is known."""
+    """The sentence on a run whose rewards were all equal; '' if two differ or a reward is unknown."""
     means = [mean for line in metrics if (mean := number(line, names.REWARD_MEAN)) is not None]
     spreads = [spread for line in metrics if (spread := number(line, names.REWARD_STD)) is not None]
     if not metrics or len(means) < len(metrics) or len(spreads) < len(metrics):
@@ -104,7 +104,7 @@ def warn_of_equal_rewards(metrics: Metrics) -> str:
 
 
 class UnfinishedFacts(Protocol):
-    """What RunFacts and SftFacts say of a run that has not finished; see RunFacts."""
+    """Facts about an unfinished run, shared by RunFacts and SftFacts; see RunFacts."""
 
     @property
     def planned_steps(self) -> int | None: ...
@@ -120,7 +120,7 @@ class UnfinishedFacts(Protocol):
 
 
 def describe_unfinished(steps: int, facts: UnfinishedFacts, ended: str) -> str:
-    """How far an unfinished run has come, how it `ended` unless it is still running, and what its report lacks."""
+    """Tells an unfinished run's progress, how it `ended` unless it still runs, and the missing parts of its report."""
     how = ended if facts.running is None else f'it is still running ({facts.running})'
     if facts.running == '':
         how = f'{ended} or is still running'
@@ -141,7 +141,7 @@ def _unfinished(events: Sequence[Event], report: Report, facts: RunFacts) -> str
 
 
 def _frictions(metrics: Metrics) -> str:
-    """Of a run whose data were disturbed on purpose: how many answers of its batches, by friction."""
+    """Counts the batches' answers that were disturbed on purpose, by friction; '' if friction is off."""
     known = (names.FRICTION_ACTOR, names.FRICTION_REWARD, names.FRICTION_UNREWARDED)
     if not any(name in line for line in metrics for name in known):
         return ''
@@ -197,7 +197,7 @@ def _kept_mass(metrics: Metrics) -> str:
 
 
 def _idle_bound(report: Report) -> str:
-    """A staleness bound that never held admission back, so that a larger eta would give the same run."""
+    """Warns of a staleness bound that never held admission back: a larger eta would give the same run."""
     eta, held = report['eta'], report['admission_held']
     if (
         report['schedule'] != 'natural'
@@ -216,7 +216,7 @@ def _idle_bound(report: Report) -> str:
 
 
 def _idle_slots(report: Report) -> str:
-    """Slots that had nothing to decode because a bound on memory held admission back."""
+    """Warns of slots that had nothing to decode because a bound on memory held admission back."""
     fixes = {
         'max_running_groups': 'rollout.max_running_groups admits too few groups: set it to 0, which fills the slots',
         'buffer_capacity': 'buffer.capacity is too small: raise it',
@@ -241,7 +241,7 @@ def _open_ledger(report: Report) -> str:
 
 
 def _several_steps(metrics: Metrics, report: Report) -> str:
-    """Ages are counted in publications, between which the weights may change several times."""
+    """Warns that ages count publications although the weights may change several times between two of them."""
     made = [(number(line, names.OPTIMIZER_STEPS), number(line, names.SKIPPED_STEPS)) for line in metrics]
     most = max((int((applied or 0) + (skipped or 0)) for applied, skipped in made), default=0)
     if most <= 1:
@@ -279,7 +279,7 @@ def _at_bound(metrics: Metrics, eta: float | None) -> str:
 
 
 def _never_interrupted(report: Report, eta: float | None) -> str:
-    """No warning under a lock-step schedule (eta is None) or eta = 0, where new weights meet no unfinished answer."""
+    """Not used under a lock-step schedule (eta is None) or eta = 0: new weights then meet no unfinished answer."""
     if report['interruptions'] or eta is None or eta < 1 or not report['steps']:
         return ''
     return (

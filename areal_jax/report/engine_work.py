@@ -1,4 +1,4 @@
-"""What the engines did: tokens generated, prefilled and rebuilt with their seconds, pauses of requests, preemptions.
+"""Work of the engines: tokens generated, prefilled and rebuilt with their seconds, pauses of requests, preemptions.
 
 Made from the events of training.
 """
@@ -30,7 +30,7 @@ HEAD = ('answers of code', 'first update', 'last update', 'mean')
 
 
 def summarize_code(metrics: Metrics, facts: RunFacts) -> contents.CodeVerdicts | None:
-    """None where no answer was code."""
+    """Summarizes the verdicts on code; None if no answer was code."""
     if aggregates.mean(metrics, names.CODE_CPU) is None:
         return None
     shares: dict[str, contents.ShareOfAnswers] = {}
@@ -68,7 +68,7 @@ def describe_code(found: contents.CodeVerdicts | None) -> list[tuple[str, ...]]:
     return [*rows, ('answers that waited for a worker', '', '', format_number(found['waiting']))]
 
 
-FIRST_WITH_REBUILDS = 4  # version of the log that tells rebuilt tokens from prompts
+FIRST_WITH_REBUILDS = 4  # version of the log that distinguishes rebuilt tokens from prompts
 
 
 class RequestPauses:
@@ -89,7 +89,7 @@ class RequestPauses:
             resumed = [request for request in event['slots'] if request in self.since]
             return [event['time'] - self.since.pop(request) for request in resumed if request]
         elif event['kind'] == 'receive':
-            self.since.pop(event['request'], None)  # how long it paused is known to the server alone
+            self.since.pop(event['request'], None)  # only the server knows how long it paused
         return []
 
 
@@ -101,7 +101,7 @@ def request_pauses(events: Sequence[Event]) -> contents.MedianMax:
 
 
 def engine_work(events: Sequence[Event]) -> contents.EngineWork:
-    """Tokens and lane seconds of all engines; a prefill of both kinds is split by their tokens."""
+    """Tokens and lane seconds of all engines; the seconds of a mixed prefill are split by tokens."""
     first, again = contents.Work(tokens=0, seconds=0.0), contents.Work(tokens=0, seconds=0.0)
     for event, interval in event_intervals(events, 'prefill'):
         event, seconds = cast(PrefillEvent, event), interval.end - interval.start
@@ -120,12 +120,12 @@ def engine_work(events: Sequence[Event]) -> contents.EngineWork:
 
 
 def generated_tokens(events: Sequence[Event]) -> int:
-    """Decoded in this process, or received from servers."""
+    """Tokens decoded in this process or received from servers."""
     return sum(event['tokens'] for event in events if event['kind'] in ('decode', 'receive'))
 
 
 def attention_positions(events: Sequence[Event]) -> contents.AttentionPositions | None:
-    """Positions that attention of decoding needed and read, of one layer; None where the log has none."""
+    """Positions that attention needed and read while decoding, in one layer; None if the log has no positions."""
     counted = [event for event in events if event['kind'] == 'decode' and 'positions_read' in event]
     if not counted:
         return None
@@ -136,13 +136,13 @@ def attention_positions(events: Sequence[Event]) -> contents.AttentionPositions 
 
 
 def preemptions(events: Sequence[Event]) -> contents.Preemptions | None:
-    """None without any."""
+    """Counts preemptions; None if there were none."""
     found = [event['tokens'] for event in events if event['kind'] == 'preempt']
     return {'requests': len(found), 'tokens': sum(found)} if found else None
 
 
 def work_rows(work: contents.EngineWork) -> list[tuple[str, str, str]]:
-    """Of the page's table: what, tokens, seconds."""
+    """Rows of the page's table: kind of work, tokens, seconds."""
     kinds = {
         'generated': work['generated'],
         'prompts prefilled': work['prefilled'],
@@ -153,13 +153,13 @@ def work_rows(work: contents.EngineWork) -> list[tuple[str, str, str]]:
 
 
 def describe_attention(positions: contents.AttentionPositions | None) -> str:
-    """'1.21 of the positions needed'; '-' where none was counted."""
+    """'1.21 of the positions needed'; '-' if none was counted."""
     if positions is None or not positions['live']:
         return '-'
     return f'{positions["read"] / positions["live"]:.2f} of the positions needed'
 
 
-# Importance ratios over a run: by age, split by cause, and what routers of experts add to them, from the metrics.
+# Importance ratios over a run: by age, by cause, and the routers' contribution to them. Made from the metrics.
 #
 # Intervals take the updates as clusters: tokens of one update share weights, prompts and groups.
 
@@ -183,7 +183,7 @@ def ratios_by_age(metrics: Metrics) -> list[contents.AgeRow]:
 
 
 def ratio_split(metrics: Metrics) -> contents.RatioSplit | None:
-    """None where the run did not split the ratio."""
+    """Sums up the split of the importance ratio; None if the run did not split it."""
     if not any(names.RATIO_TOKENS in line for line in metrics):
         return None
     seconds = aggregates.total(metrics, names.RATIO_SECONDS)
@@ -203,7 +203,7 @@ def ratio_split(metrics: Metrics) -> contents.RatioSplit | None:
 
 
 def summarize_experts(metrics: Metrics) -> contents.Experts | None:
-    """None of a model without experts."""
+    """Sums up the routing of experts; None for a model without experts."""
     if not any(names.EXPERT_LOAD in line for line in metrics):
         return None
     labels = _labels(metrics, names.ROUTES_OF_AGE)
@@ -233,7 +233,7 @@ def _route_row(metrics: Metrics, age: str, prefix: str, ratio: str) -> contents.
 
 
 def route_rows(experts: contents.Experts | None) -> list[tuple[str, ...]]:
-    """Of the page's table."""
+    """Rows of the page's table of routes."""
     return [
         (
             row['age'] or 'all',
@@ -247,7 +247,7 @@ def route_rows(experts: contents.Experts | None) -> list[tuple[str, ...]]:
 
 
 def describe_experts(experts: contents.Experts | None) -> str:
-    """The sentence on loads and on what was recorded."""
+    """The sentence on the experts' loads and on the engines' record of routes."""
     if experts is None:
         return ''
     first, last = experts['dead']['first'], experts['dead']['last']
@@ -265,7 +265,7 @@ def describe_experts(experts: contents.Experts | None) -> str:
 
 
 def warn_of_wrong_versions(split: contents.RatioSplit | None) -> str:
-    """The sentence on an identity that does not hold, '' where it does or was not measured."""
+    """The sentence on parts that do not add up to the ratio; '' if they do or were not measured."""
     error = split and split['identity_error']
     if not error or error <= _ROUNDING:
         return ''
@@ -276,7 +276,7 @@ def warn_of_wrong_versions(split: contents.RatioSplit | None) -> str:
 
 
 def age_rows(rows: Sequence[contents.AgeRow]) -> list[tuple[str, ...]]:
-    """Of the page's table."""
+    """Rows of the page's table of ages."""
     return [
         (
             row['age'],
@@ -290,7 +290,7 @@ def age_rows(rows: Sequence[contents.AgeRow]) -> list[tuple[str, ...]]:
 
 
 def split_rows(split: contents.RatioSplit | None) -> list[tuple[str, ...]]:
-    """Of the page's table: all tokens, then by age, by update and by engine."""
+    """Rows of the page's table: all tokens, then by age, by update and by engine."""
     if split is None:
         return []
     labels = {'total': 'log π_θ - log μ', 'inside': 'inside the update', 'mismatch': 'mismatch', 'drift': 'drift'}
@@ -335,7 +335,7 @@ def _of_age(metrics: Metrics, label: str, name: str) -> float | None:
 
 
 def _labels(metrics: Metrics, prefix: str) -> list[str]:
-    """What follows the prefix, without the last word; ranges of ages in their order, engines by name."""
+    """Labels between the prefix and the last '/' of the metrics' names; age ranges ascending, engines by name."""
     found = {
         name.removeprefix(prefix).rpartition('/')[0] for line in metrics for name in line if name.startswith(prefix)
     }
@@ -356,15 +356,15 @@ def _part(metrics: Metrics, name: str, tokens: str) -> contents.Moments:
     }
 
 
-# The lengths of prompts, worked out from an event log, which does not hold them.
+# Computes the lengths of prompts from an event log, which does not hold them; used by generation_rules.py.
 #
-# generation_rules.py asks for them. A row that decodes c tokens after a prompt of P and an answer of g tokens sees c
-# (P + g) + c (c - 1) / 2 positions, and a dispatch logs the sum over its rows: one linear equation in the P.
+# A row that decodes c tokens after a prompt of P and an answer of g tokens sees c (P + g) + c (c - 1) / 2 positions,
+# and a dispatch logs the sum over its rows: one linear equation in the P.
 
 
-Key: TypeAlias = tuple[bool, int]  # whether it is a problem of an evaluation, draw
+Key: TypeAlias = tuple[bool, int]  # (whether the problem is of an evaluation, draw)
 _Check: TypeAlias = Callable[[Mapping[Key, int]], str]
-_MOST_SUMS = 20_000  # of `can_sum`; above it, the rule is not checked
+_MOST_SUMS = 20_000  # of `can_sum` and `can_end`; above it, the rule is not checked
 
 
 class PromptLengths:
@@ -372,12 +372,12 @@ class PromptLengths:
 
     def __init__(self) -> None:
         self.known: dict[Key, int] = {}
-        self._rows: dict[Key, tuple[dict[Key, Fraction], Fraction]] = {}  # by pivot, whose coefficient is 1
+        self._rows: dict[Key, tuple[dict[Key, Fraction], Fraction]] = {}  # by pivot, which has the coefficient 1
         self._waiting: list[tuple[frozenset[Key], _Check]] = []
-        self._has_news = False  # for these
+        self._has_news = False  # a length became known since the last `apply_waiting`
 
     def learn(self, counts: Mapping[Key, int], total: int) -> bool:
-        """The sum of `counts` times the lengths is `total`; False where that contradicts what was learned before."""
+        """Adds the equation: the sum of `counts` times the lengths is `total`. False if it contradicts earlier ones."""
         rest, left = total, {}
         for key, count in counts.items():
             if key in self.known:
@@ -412,7 +412,7 @@ class PromptLengths:
         return True
 
     def check(self, keys: Iterable[Key], check: _Check) -> str:
-        """What `check` finds in the lengths of `keys`: now, or in `apply_waiting` once they are known."""
+        """Returns the finding of `check` if the lengths of `keys` are known; else defers it to `apply_waiting`."""
         missing = frozenset(key for key in keys if key not in self.known)
         if not missing:
             return check(self.known)
@@ -420,7 +420,7 @@ class PromptLengths:
         return ''
 
     def apply_waiting(self) -> Iterator[str]:
-        """What the checks find whose lengths are known by now."""
+        """Runs the deferred checks whose lengths are now known; yields their findings."""
         if not self._has_news:
             return
         waiting, self._waiting, self._has_news = self._waiting, [], False
@@ -432,7 +432,7 @@ class PromptLengths:
 
 
 def can_sum(total: int, parts: Iterable[tuple[int, int]]) -> bool:
-    """Whether `total` is the sum of (size, most) parts, each taken 0 to `most` times; True where that is too long."""
+    """Whether `total` is a sum of `parts` (size, most), each used 0 to `most` times; True if sums are too many."""
     sums = {0}
     for size, most in parts:
         sums = {one + size * times for one in sums for times in range(most + 1) if one + size * times <= total}
@@ -442,7 +442,7 @@ def can_sum(total: int, parts: Iterable[tuple[int, int]]) -> bool:
 
 
 def can_end(tokens: int, positions: int, lengths: Iterable[int], steps: int) -> bool:
-    """Whether rows of these `lengths` may each decode 1 to `steps` tokens, of so many tokens and positions in all."""
+    """Whether rows of `lengths` that each decode 1 to `steps` tokens can make `tokens` tokens and `positions`."""
     sums = {(0, 0)}
     for length in lengths:
         sums = {
@@ -458,6 +458,6 @@ def can_end(tokens: int, positions: int, lengths: Iterable[int], steps: int) -> 
 def _subtract(
     row: Mapping[Key, Fraction], right: Fraction, times: Fraction, other: Mapping[Key, Fraction], other_right: Fraction
 ) -> tuple[dict[Key, Fraction], Fraction]:
-    """The row less `times` another one."""
+    """Returns the row minus `times` times the other row."""
     new = {key: row.get(key, Fraction(0)) - times * other.get(key, Fraction(0)) for key in {**row, **other}}
     return {key: value for key, value in new.items() if value}, right - times * other_right

@@ -35,7 +35,7 @@ class Window:
 
 
 def window(events: Sequence[Event]) -> Window:
-    """First admission to last publication of a trained version, evaluation cut out; empty where one is missing."""
+    """First admission to last publication of a trained version, without evaluation; empty if either is missing."""
     admitted = [event['time'] for event in events if event['kind'] == 'admit']
     published = [event['time'] for event in events if event['kind'] == 'publish' and event['version'] > 0]
     if not admitted or not published:
@@ -48,7 +48,7 @@ def window(events: Sequence[Event]) -> Window:
 
 
 def evaluation_spans(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Clock seconds between `evaluate` start and done; an evaluation that was cut off lasts to the end of the log."""
+    """Clock seconds from each `evaluate` start to its done; a cut-off evaluation lasts to the end of the log."""
     spans: list[tuple[float, float]] = []
     start: float | None = None
     last = 0.0
@@ -62,13 +62,13 @@ def evaluation_spans(events: Iterable[Event]) -> list[tuple[float, float]]:
     return spans if start is None else [*spans, (start, last)]
 
 
-# Intervals of the lanes: when each was occupied with what, and for how many seconds of the window.
+# Intervals of the lanes: when each lane was occupied, by which work, and for how many seconds of the window.
 #
 # Made from the events run_start and run_done.
 
 
 ROUNDING = 1e-6  # seconds by which rounding may make an interval end after the next one starts
-_KNOWN = frozenset(('seq', 'time', 'lane', 'kind', 'run', 'work', 'amount'))  # fields that are no detail of the work
+_KNOWN = frozenset(('seq', 'time', 'lane', 'kind', 'run', 'work', 'amount'))  # fields that are not details of the work
 
 
 class LaneInterval(NamedTuple):
@@ -90,7 +90,7 @@ class LaneInterval(NamedTuple):
 
 def lane_intervals(events: Iterable[Event]) -> list[LaneInterval]:
     """Every finished occupation of a lane, by end; work that was cut off by the end of the log is left out."""
-    starts: dict[int, RunStartEvent] = {}  # by run; in a log of version 1 numbers come again: the last start counts
+    starts: dict[int, RunStartEvent] = {}  # by run; a log of version 1 reuses run numbers: the last start counts
     intervals = []
     for event in events:
         if event['kind'] == 'run_start':
@@ -108,10 +108,10 @@ def _interval(done: RunDoneEvent, start: RunStartEvent | None) -> LaneInterval:
 
 
 def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, LaneInterval]]:
-    """Returns each event of a kind of dispatch with the occupation of the engine's lane that did it.
+    """Returns each event of a kind of dispatch with the interval of the engine's lane that did the work.
 
-    An engine logs each dispatch of a kind just before its occupation of the lane starts, or each just after it is done:
-    a log shows which by what comes first. A dispatch that was cut off is left out.
+    An engine logs each dispatch of a kind either just before its run_start or just after its run_done; the first such
+    event in the log shows which. A dispatch that was cut off is left out.
     """
     first = next((one for one in events if one['kind'] == kind or _starts(one, kind)), None)
     is_before = first is not None and first['kind'] == kind
@@ -137,12 +137,12 @@ def _starts(event: Event, work: str) -> bool:
 
 
 def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:
-    """Without intervals of evaluation beside training, which overlap the others under the virtual clock."""
+    """Leaves out the evaluation during training, whose intervals overlap the others under the virtual clock."""
     return [i for i in intervals if i.work not in EVALUATION_WORK and i.lane != EVALUATION_REWARD]
 
 
 def lane_seconds(intervals: Iterable[LaneInterval], within: Window) -> dict[str, float]:
-    """Seconds of work inside the window per lane, divided by the most that a lane did at once (its used width)."""
+    """Seconds of work in the window per lane, divided by the largest number of pieces that the lane did at once."""
     by_lane = group_by_lane(intervals)
     return {lane: _covered(found, within) / _peak(found) for lane, found in by_lane.items()}
 
@@ -181,7 +181,7 @@ def _peak(intervals: Iterable[LaneInterval]) -> int:
     return max(1, most)
 
 
-# What each version took on its way to the engines: bytes, the share of weights that changed, seconds, pauses.
+# The cost of each version's way to the engines: bytes, the share of weights that changed, seconds, pauses.
 
 
 HEAD = (
@@ -192,20 +192,20 @@ _SEND, _STAGE = 'publish', 'load'  # kinds of work
 
 
 class PublicationRow(TypedDict):
-    """A version on its way to the engines; None where the channel or the log does not say."""
+    """A version on its way to the engines; None if the channel or the log does not say."""
 
     version: int
     channel: str | None
     record: str | None  # 'whole' or 'delta'
     bytes: int | None  # as sent
     changed: float | None  # share of the elements with other bits than in the version before
-    send_seconds: float | None  # on the learner's side, from the copy to what engines can fetch
+    send_seconds: float | None  # on the learner's side, from the copy until engines can fetch it
     stage_seconds: float | None  # of the slowest engine, while it decodes
     pause_seconds: float | None  # the longest of an engine
 
 
 def publication_rows(events: Sequence[Event]) -> list[PublicationRow]:
-    """One for each version above 0, in their order; of a version published twice, by a resumed run, the last one."""
+    """One row per version above 0, ascending; if a resumed run published a version twice, the last publication."""
     seconds: dict[tuple[str, int], float] = collections.defaultdict(float)
     for interval in lane_intervals(events):
         if interval.work in (_SEND, _STAGE) and 'version' in interval.detail:
@@ -232,7 +232,7 @@ def publication_rows(events: Sequence[Event]) -> list[PublicationRow]:
 
 
 def describe_publications(rows: Sequence[PublicationRow]) -> list[tuple[str, ...]]:
-    """Of the page's table: a row for each channel and kind of record; none where the channel says no bytes."""
+    """Rows of the page's table: one per channel and kind of record; none for a channel that reports no bytes."""
     found: dict[str, list[PublicationRow]] = collections.defaultdict(list)
     for row in rows:
         if row['bytes'] is not None:
@@ -260,7 +260,7 @@ def _median_max(values: Sequence[float | None]) -> str:
 
 
 def load_events(path: pathlib.Path | str) -> list[Event]:
-    """`parse_events` of an events.jsonl; no file is an empty list."""
+    """Applies `parse_events` to an events.jsonl; [] if there is no such file."""
     path = pathlib.Path(path)
     return parse_events(path.read_bytes(), str(path)) if path.exists() else []
 
@@ -269,7 +269,7 @@ def parse_events(content: bytes, name: str) -> list[Event]:
     """The events in the bytes of an event log; a torn last line is left out.
 
     A log without the event `log` has version 1. Raises FileError, which begins with `name` and the line, for a line
-    that is no event of the schema, and for a log that a later program wrote.
+    that is not an event of the schema, and for a log that a later program wrote.
     """
     events = parse_json_lines(content, name, _SharedTexts().share)
     for number, event in enumerate(events, start=1):
@@ -280,7 +280,7 @@ def parse_events(content: bytes, name: str) -> list[Event]:
 
 
 class _SharedTexts:
-    """Equal texts of all events become one: names of fields, of lanes, of the requests in slots."""
+    """Interns equal strings of all events: names of fields, of lanes, of the requests in slots."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}

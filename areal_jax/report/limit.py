@@ -1,6 +1,6 @@
-"""Where the time of an update went, the shortest time that was possible, and the reason for the gap between them.
+"""Explains the time of an update: seconds by lane, the shortest possible time, and the reason for the gap.
 
-It takes the intervals of the event log and what only the program knows (telemetry/facts.py).
+Made from the intervals of the event log and the facts that only the program knows (telemetry/facts.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEAD = ('version', 'greedy', 'sampled', 'seconds', "share of generation's lane t
 
 
 def evaluation_curve(events: Sequence[Event], rows: Sequence[VersionScores]) -> list[CurveRow]:
-    """A row for each version that was evaluated beside training, ascending."""
+    """One row per version that was evaluated during training, ascending."""
     intervals = _of_engines(events)
     return [_row(row, intervals) for row in sorted(rows, key=lambda row: row.version)]
 
@@ -57,9 +57,9 @@ def curve_ends(
 
 
 def evaluation_points(report: Report) -> dict[Kind, list[tuple[int, Interval]]]:
-    """Held-out scores by version, ascending: before training, beside it and after it; a kind without any is left out.
+    """Held-out scores by version, ascending: before, during and after training; a kind without scores is left out.
 
-    If the run evaluated beside training, all scores are on the problems and samples of those evaluations, else on the
+    If the run evaluated during training, all scores are on the problems and samples of these evaluations, else on the
     problems and samples of the report's accuracy.
     """
     curve, ends = report['evaluation_curve'], report['evaluation_curve_ends'] or report['accuracy']
@@ -97,7 +97,7 @@ def describe_cost(report: Report) -> str:
 
 
 def curve_rows(report: Report) -> list[tuple[str, ...]]:
-    """Of the page's table, under HEAD; its ends are before and after training."""
+    """Rows of the page's table under HEAD; the first is before training, the last after it."""
     ends = report['evaluation_curve_ends']
     if ends is None:
         return []
@@ -152,7 +152,7 @@ def _greedy(scores: Sequence[float]) -> Interval:
 
 
 def _sampled(scores: Sequence[Sequence[float]]) -> Interval | None:
-    """None where no answer was sampled."""
+    """None if no answer was sampled."""
     return _as_report(score_interval(scores)) if any(scores) else None
 
 
@@ -182,7 +182,7 @@ ONE_BY_ONE = 'generation and training, one after the other'
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Seconds of an update; None where nothing was measured."""
+    """Seconds of an update; None if nothing was measured."""
 
     generate: float | None  # lane seconds, mean over the engine lanes
     train: float | None  # lane seconds of the learner
@@ -190,16 +190,16 @@ class Limit:
     ideal: float | None
     achieved: float | None  # window seconds / updates
     ideal_rule: str
-    bound: str  # which quantity the ideal is: a lane, 'generate alone', 'CPU seconds / cores'; '' without an ideal
+    bound: str  # the quantity that is the ideal: a lane, 'generate alone', 'CPU seconds / cores'; '' without one
     cause: str  # of the gap between achieved and ideal, one sentence
 
 
 def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Limit:
     """Lane seconds, ideal and achieved time of an update.
 
-    If every lane has devices of its own, or the clock is virtual, the ideal is the time of the busiest lane. If lanes
-    share cores, as virtual CPU devices do, a lane that waits for a core counts as busy; so the ideal is then the larger
-    of the lanes' times measured alone and the processor time divided by the number of cores. If all lanes compute on
+    If lanes do not share devices, or the clock is virtual, the ideal is the time of the busiest lane. If lanes share
+    cores, as virtual CPU devices do, a lane that waits for a core counts as busy; so the ideal is then the maximum of
+    the lanes' times measured alone and of the processor time divided by the number of cores. If all lanes compute on
     one accelerator, their programs run one after the other, and the ideal is the sum of their times alone.
     """
     intervals, within, rule = of_training(lane_intervals(events)), window(events), _rule(facts)
@@ -219,7 +219,7 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
 
 
 def _mean_of_engines(seconds: Mapping[str, float], events: Sequence[Event], within: Window) -> float | None:
-    """Of lane seconds of engines; each counts with the share of the window in which it was there."""
+    """Mean lane seconds of the engines, weighted by the share of the window in which each was in the pool."""
     presence = find_presence(events)
     there = [restrict(within, presence, lane).seconds for lane in seconds]
     if all(one == within.seconds for one in there):
@@ -230,7 +230,7 @@ def _mean_of_engines(seconds: Mapping[str, float], events: Sequence[Event], with
 def busy_shares(events: Sequence[Event]) -> Busy:
     """The share of the window in which a lane was busy: 'rollout' (mean of the engines), 'learner'; None = no lane.
 
-    An engine has the part of the window in which it was in the pool, and counts with it.
+    An engine's share is of the part of the window in which it was in the pool; that part is its weight in the mean.
     """
     by_lane, within, presence = group_by_lane(lane_intervals(events)), window(events), find_presence(events)
     own = {lane: restrict(within, presence, lane) for lane in sorted(by_lane) if is_engine_lane(lane)}
@@ -300,7 +300,7 @@ def _rule(facts: RunFacts) -> str:
 
 
 def _is_one_accelerator(facts: RunFacts) -> bool:
-    """Whether learner and engines have one device together, which is no CPU."""
+    """Whether learner and engines share a single device, and it is not a CPU."""
     used = set(_list_devices(facts.devices))
     names = cast(Sequence[str], facts.hardware.get('devices', ()))
     return len(used) == 1 and bool(names) and not any('cpu' in name.lower() for name in names)

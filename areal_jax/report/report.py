@@ -59,13 +59,13 @@ _log = logging.getLogger(__name__)
 def write_report(
     workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True, events: Sequence[Event] | None = None
 ) -> dict[str, object]:
-    """Write report.json, report.md, report.html, timeline.json and plots/ from what the work directory holds.
+    """Writes report.json, report.md, report.html, timeline.json and plots/ from the files of the work directory.
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
-        facts: of the run; app/run/reports.py finds them in a work directory.
-        plots: whether to draw; without it report.md shows no pictures, and report.html is not written.
-        events: those of events.jsonl, where they are known.
+        facts: the run's facts; app/run/reports.py finds them in a work directory.
+        plots: whether to draw; if not, report.md shows no pictures, and report.html is not written.
+        events: the content of events.jsonl, if it was already read.
 
     Returns the report. Raises UserError for a file there that was torn or edited.
     """
@@ -82,7 +82,7 @@ def write_report(
 
 
 def load_run(workdir: pathlib.Path, facts: RunFacts, events: Sequence[Event] | None = None) -> Run:
-    """What the work directory holds, and the report of it; writes nothing. Raises as `write_report`."""
+    """Reads the work directory and builds its report; writes nothing. Raises as `write_report`."""
     events = load_events(workdir / EVENTS) if events is None else events
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     return Run(workdir, events, metrics, build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS)))
@@ -91,7 +91,7 @@ def load_run(workdir: pathlib.Path, facts: RunFacts, events: Sequence[Event] | N
 def build_report(
     events: Sequence[Event], metrics: Metrics, facts: RunFacts, curve: Sequence[VersionScores] = ()
 ) -> Report:
-    """Everything that report.json holds, as JSON-able values; None where nothing was measured."""
+    """Builds the content of report.json from JSON-able values; None means: not measured."""
     training, within = list(outside_evaluation(events)), window(events)
     limit = measure_limit(events, len(metrics), facts)
     report: Report = {
@@ -222,7 +222,7 @@ def _versions_per_trajectory(metrics: Metrics) -> contents.MeanMax:
 
 
 def count_optimizer_steps(metrics: Metrics) -> contents.OptimizerSteps:
-    """Over all updates: {'applied', 'skipped' because the gradient was not finite}."""
+    """Counts over all updates: {'applied', 'skipped' because the gradient was not finite}."""
     applied, skipped = aggregates.total(metrics, names.OPTIMIZER_STEPS), aggregates.total(metrics, names.SKIPPED_STEPS)
     counted: contents.OptimizerSteps = {'applied': int(applied), 'skipped': int(skipped)}
     if blocks := sorted(int(block) for line in metrics if (block := number(line, names.BLOCK)) is not None):
@@ -235,7 +235,7 @@ def _span(events: Sequence[Event]) -> float | None:
 
 
 def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
-    """Drawn and dropped from the events; trained and filtered from the updates that were published."""
+    """Counts drawn and dropped groups from the events; trained and filtered groups from the published updates."""
     draws = ledger(events)
     reasons = collections.Counter(draws.reasons[draw] for draw, state in draws.states.items() if state == 'dropped')
     groups: contents.Groups = {
@@ -251,7 +251,7 @@ def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
 
 
 def lost_answers(events: Sequence[Event]) -> contents.LostAnswers | None:
-    """Answers that all engines gave up, beside those that ended; None where none was lost."""
+    """Compares answers that every engine gave up with answers that ended; None if no answer was lost."""
     lost = [event['tokens'] for event in events if event['kind'] == 'finish' and event['reason'] == LOST]
     ended = ('stop', 'length')
     finished = [event['tokens'] for event in events if event['kind'] == 'finish' and event['reason'] in ended]
@@ -266,7 +266,7 @@ def lost_answers(events: Sequence[Event]) -> contents.LostAnswers | None:
 
 
 def _filtered_rate(events: Sequence[Event], filtered: int) -> float | None:
-    """Of the groups that finished with a scored answer; those that were kept entered the buffer."""
+    """The filtered share of the groups that finished with a scored answer; the kept groups entered the buffer."""
     kept = sum(event['kind'] == 'buffer' for event in events)
     return filtered / (filtered + kept) if filtered else None
 
@@ -288,7 +288,7 @@ def _audit(events: Sequence[Event]) -> contents.Audit | None:
 
 
 def _interruptions(events: Sequence[Event]) -> list[InterruptEvent]:
-    """Each time that new weights met unfinished requests on an engine."""
+    """The times at which new weights met unfinished requests on an engine."""
     return [event for event in events if event['kind'] == 'interrupt' and event['requests']]
 
 

@@ -1,4 +1,4 @@
-"""What report.json holds: its keys, with types and units. None where nothing was measured.
+"""The keys of report.json, with types and units. None means: not measured.
 
 Made by report.py and limit.py, read by caveats.py, report_texts.py, run_plots.py and html_page.py.
 """
@@ -19,7 +19,7 @@ from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 
 class Interval(TypedDict):
-    """A mean score with its 95% interval; `low` and `high` are None where n is too small for one."""
+    """A mean score with its 95% interval; `low` and `high` are None if n is too small for one."""
 
     mean: float
     low: float | None
@@ -44,7 +44,7 @@ class Accuracy(TypedDict):
 
 
 class CurveRow(TypedDict):
-    """One version, evaluated beside training."""
+    """One version that was evaluated during training."""
 
     version: int
     greedy: Interval
@@ -72,14 +72,14 @@ class AgeHistograms(TypedDict):
     """Trained tokens by age when their batch was formed, as pairs (age, tokens), ascending."""
 
     publications: list[list[int]]
-    steps: list[list[int]]  # without steps of a token's own update; empty where the steps of an update are unknown
+    steps: list[list[int]]  # without steps of a token's own update; empty if the steps of an update are unknown
 
 
 class LostAnswers(TypedDict):
-    """Answers that no engine finished, beside those that were: a difference in length is a bias of what is learnt."""
+    """Answers that no engine finished, and finished ones: if their lengths differ, the trained data are biased."""
 
     lost: int
-    lost_tokens_mean: float  # received of each
+    lost_tokens_mean: float  # tokens received before the loss
     finished: int
     finished_tokens_mean: float
 
@@ -89,8 +89,8 @@ class Groups(TypedDict):
     trained: int
     filtered: int  # left out of their batch for equal rewards
     dropped: Mapping[str, int]  # by reason
-    filtered_rate: float | None  # share of the finished groups that task.filter dropped; None where it dropped none
-    lost: NotRequired[LostAnswers]  # absent where engines finished every answer
+    filtered_rate: float | None  # share of the finished groups that task.filter dropped; None if it dropped none
+    lost: NotRequired[LostAnswers]  # absent if engines finished every answer
 
 
 class Tokens(TypedDict):
@@ -101,7 +101,7 @@ class Tokens(TypedDict):
 class OptimizerSteps(TypedDict):
     applied: int
     skipped: int  # their gradient was not finite
-    updates_by_block: NotRequired[Mapping[str, int]]  # absent where every update trains all leaves
+    updates_by_block: NotRequired[Mapping[str, int]]  # absent if every update trains all leaves
 
 
 class ShareOfAnswers(Ends):
@@ -132,18 +132,18 @@ class Work(TypedDict):
 
 
 class EngineWork(TypedDict):
-    """What the engines did in training."""
+    """Work of the engines in training."""
 
     generated: Work
-    prefilled: Work  # prompts, the first time; before version 4 of the log also what was rebuilt
-    rebuilt: Work | None  # of interrupted and preempted answers with their prompts; None before version 4 of the log
+    prefilled: Work  # prompts, the first time; before version 4 of the log also rebuilt tokens
+    rebuilt: Work | None  # interrupted and preempted answers with their prompts; None before version 4 of the log
 
 
 class AttentionPositions(TypedDict):
-    """Of one layer, over rows and steps of decoding."""
+    """Positions of one layer, summed over rows and steps of decoding."""
 
-    live: int  # that the rows had
-    read: int  # that attention read, padding included
+    live: int  # positions that the rows had
+    read: int  # positions that attention read, padding included
 
 
 class Preemptions(TypedDict):
@@ -156,7 +156,7 @@ class Preemptions(TypedDict):
 class Throughput(TypedDict):
     generate_tokens_per_second: float | None
     train_tokens_per_second: float | None
-    generate_tokens_per_second_per_device: float | None  # median over the updates, as the next two
+    generate_tokens_per_second_per_device: float | None  # this and the next two: median over the updates
     learner_tokens_per_second_per_device: float | None
     mfu: float | None  # of the updates; None on devices whose peak is unknown
 
@@ -184,7 +184,7 @@ class Lag(TypedDict):
 
 
 class TokenFates(TypedDict):
-    """What became of every generated token (telemetry/token_ledger.py); the sum over `fates` is `generated`."""
+    """Fates of the generated tokens (telemetry/token_ledger.py); the sum over `fates` is `generated`."""
 
     generated: int
     fates: Mapping[str, int]  # trained, filtered, masked, unused, dropped/REASON, unfinished
@@ -198,24 +198,24 @@ class Spread(TypedDict):
 
     answers: float
     length_mean: float | None  # tokens of the whole answer
-    length_distance: float | None  # of Kolmogorov and Smirnov, from the lengths of all answers; as the last one
+    length_distance: float | None  # Kolmogorov-Smirnov distance from the lengths of all answers
     reward_mean: float | None
-    reward_distance: float | None
+    reward_distance: float | None  # Kolmogorov-Smirnov distance from the rewards of all answers
 
 
 class Bias(TypedDict):
-    """Trained answers against those that were masked or dropped."""
+    """Trained answers against masked or dropped ones."""
 
     distance: float  # of Kolmogorov and Smirnov
-    critical: float  # which it exceeds by chance in 1% of the cases
+    critical: float  # value that the distance exceeds by chance in 1% of the cases
     trained_mean: float
     left_out_mean: float
 
 
 class Censoring(TypedDict):
     spreads: Mapping[str, Spread]  # generated, trained, filtered, masked, unused, dropped; without fates of no answer
-    length_bias: Bias | None  # None where nothing was left out, as the next
-    reward_bias: Bias | None  # without what a filter of rewards leaves out
+    length_bias: Bias | None  # this and the next: None if nothing was left out
+    reward_bias: Bias | None  # without answers that a filter of rewards leaves out
 
 
 class AgeRow(TypedDict):
@@ -243,7 +243,7 @@ class RatioSplit(TypedDict):
     """The importance ratio by cause, in nats (learning/diagnostics/ratio_split.py)."""
 
     tokens: int
-    left_ring_tokens: int  # of sampled answers, whose version was not kept any more
+    left_ring_tokens: int  # tokens of sampled answers whose version had left the ring
     identity_error: float | None  # largest difference between a log-ratio and the sum of its parts
     parts: Mapping[str, Moments]  # total, mismatch, drift, inside
     by_age: list[RatioRow]  # mismatch, drift
@@ -254,9 +254,9 @@ class RatioSplit(TypedDict):
 
 
 class RouteRow(TypedDict):
-    """What the learner's routers chose otherwise than the engines recorded, of tokens of a range of ages."""
+    """Differences between the learner's routing and the engines' record, for tokens of a range of ages."""
 
-    age: str  # '' = of all
+    age: str  # '' = all ages
     tokens: int
     sets_changed: float | None  # share of the sets of experts, one a token and layer
     tokens_changed: float | None  # share of the tokens with such a set
@@ -264,30 +264,30 @@ class RouteRow(TypedDict):
 
 
 class Experts(TypedDict):
-    """Of a model with experts, over the updates."""
+    """Routing of a model with experts, over the updates."""
 
     load: float | None  # tokens of the fullest expert of a layer over the mean of the layer
     dead: Ends  # experts of all layers that no token of the update reached
     recorded: float | None  # share of the trained tokens with a record
-    prompts_differ: int  # answers whose prompt was recorded otherwise than for the first of their group
+    prompts_differ: int  # answers whose prompt has another record than in the first answer of the group
     routes: list[RouteRow]
 
 
 class Causes(TypedDict):
-    """Numbers that separate the causes."""
+    """Numbers that separate the causes of bias and staleness."""
 
-    token_fates: TokenFates | None  # None where an earlier program wrote a part of the run, as the next
+    token_fates: TokenFates | None  # this and the next: None if an earlier program wrote a part of the run
     censoring: Censoring | None
     token_age_steps: StepAge  # of the trained tokens
     token_age_histograms: AgeHistograms
     mismatch: Mismatch
     ratios_by_age: list[AgeRow]
-    ratio_split: RatioSplit | None  # None where it was not measured
-    experts: Experts | None  # None of a model without
+    ratio_split: RatioSplit | None  # None if it was not measured
+    experts: Experts | None  # None for a model without experts
 
 
 class Flow(TypedDict):
-    """What interrupted answers, and what held them back."""
+    """Interruptions of answers, and the bounds that held admission back."""
 
     interruptions: int  # times that new weights met unfinished requests on an engine
     steps_with_interruption: int
@@ -296,39 +296,39 @@ class Flow(TypedDict):
 
 
 class BesideTraining(TypedDict):
-    """Of the evaluations beside training."""
+    """Evaluations during training."""
 
-    evaluation_curve: list[CurveRow]  # evaluations beside training, by version
+    evaluation_curve: list[CurveRow]  # by version
     evaluation_curve_ends: CurveEnds | None  # None without such evaluations
     evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
     evaluation_cache_bytes: int | None  # of the slots for them, over all engines
 
 
 class Generation(TypedDict):
-    """Of the engines in training."""
+    """Generation by the engines in training."""
 
     request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
     engine_work: EngineWork
-    attention_positions: AttentionPositions | None  # None where the log does not have them
+    attention_positions: AttentionPositions | None  # None if the log does not have them
     preemptions: Preemptions | None  # None without any
-    kv_cache_bytes: int | None  # of one engine; None where it is unknown
-    memory_parts: Mapping[str, int]  # bytes by what they are for; empty where they are unknown
-    servers: list[ServerRow]  # empty where engines were in the process of the run
-    engine_classes: NotRequired[list[ClassRow]]  # absent where all engines have equal hardware
+    kv_cache_bytes: int | None  # of one engine; None if it is unknown
+    memory_parts: Mapping[str, int]  # bytes by purpose; empty if they are unknown
+    servers: list[ServerRow]  # empty if engines were in the process of the run
+    engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
 
 
 class CodeVerdicts(TypedDict):
-    """Of the answers of code."""
+    """Verdicts on answers that are code."""
 
     labels: Mapping[str, ShareOfAnswers]  # share of the scored answers; labels that no answer got are left out
     cpu_seconds: float | None  # of a check, mean
-    wall_seconds: float | None  # the same
+    wall_seconds: float | None  # of a check, mean
     waiting: float | None  # answers that waited for a worker when one came, mean
-    visible_only: BeforeAfter  # evaluations: of the answers that pass, the share that fails a hidden test
+    visible_only: BeforeAfter  # evaluations: share of the passing answers that fails a hidden test
 
 
 class Setting(TypedDict):
-    """What the run was asked to do."""
+    """The settings of the run."""
 
     config: str  # path of the experiment file
     seed: int
@@ -345,9 +345,9 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     planned_steps: int | None
     finished: bool
     running: bool  # it has not finished, and a process uses its workdir
-    missing: list[str]  # what the report of an unfinished run lacks, in words
+    missing: list[str]  # missing parts of the report of an unfinished run, in words
     newest_checkpoint: int | None  # of an unfinished run: its update; None without one
-    attempts: int  # starts of the program that the log tells of
+    attempts: int  # starts of the program in the log
     wall_seconds: float | None
     groups: Groups
     problems: Mapping[str, int]  # 'train', 'held_out', 'dropped'
@@ -355,8 +355,8 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     optimizer_steps: OptimizerSteps
     reward: Ends
     unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
-    audit: Audit | None  # None where no answer was compared a second time
-    sandbox: SandboxRecord | None  # in which a scorer or tools ran code; None where no sandbox was asked for
+    audit: Audit | None  # None if no answer was compared a second time
+    sandbox: SandboxRecord | None  # sandbox in which a scorer or tools ran code; None if the config asks for none
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     token_age: MeanMax  # of the trained tokens, in versions
@@ -364,7 +364,7 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     publish_pause_seconds: MedianMax  # of an engine
     publications: list[PublicationRow]  # of versions above 0
     agents: AgentSummary | None  # None without agents
-    code: CodeVerdicts | None  # None where no answer was code
+    code: CodeVerdicts | None  # None if no answer was code
     throughput: Throughput
     busy: Busy
     energy: EnergySummary | None  # None: telemetry.energy='off'
@@ -378,7 +378,7 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
     hook: Mapping[str, object]  # telemetry.row_thread.RowFacts; empty without one
-    tracker: Mapping[str, object]  # the same of telemetry.tracker
+    tracker: Mapping[str, object]  # RowFacts of telemetry.tracker
     hardware: Mapping[str, object]
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]]  # ids by user
     window_seconds: float

@@ -1,4 +1,4 @@
-"""A run as its workdir tells of it: what the pages are made from. Made by report.py."""
+"""A run as read from its workdir, the source of the pages. Made by report.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its workdir."""
+        """The name of the workdir."""
         return self.workdir.resolve().name
 
     @property
@@ -33,9 +33,9 @@ class Run:
 
 
 def read_fields(workdir: pathlib.Path) -> dict[str, str]:
-    """Each field of config.json as 'section.field' with its value as text; without the file none.
+    """Each field of config.json as 'section.field' with its value as text; {} without the file.
 
-    Raises FileError for a file that holds something else.
+    Raises FileError if the file is not a JSON object.
     """
     path = workdir / CONFIG
     return _flatten(files.read_json(path, 'restore the file as the run wrote it')) if path.exists() else {}

@@ -14,7 +14,7 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval; `low` and `high` are None where n is too small for one."""
+    """A mean with its confidence interval; `low` and `high` are None if n is too small for one."""
 
     mean: float
     low: float | None
@@ -83,13 +83,13 @@ def cluster_interval(clusters: Sequence[Sequence[float]]) -> Interval:
 
 
 def clustered_share_interval(clusters: Sequence[Sequence[float]]) -> Interval:
-    """Interval of the mean of scores in [0, 1] of which only the clusters are independent; never leaves [0, 1].
+    """Interval of the mean of scores in [0, 1] if only the clusters are independent; never leaves [0, 1].
 
     Wilson's interval with the effective number of scores in place of n, and the quantile of Student's t for k clusters:
 
         n' = min(N, m (1 - m) / SE²),   SE as in `cluster_interval`;   n' = k where no cluster differs from another
 
-    Student's interval, m ± t SE, passes 0 or 1 where few scores differ from it, and is empty where none does. N. Dean
+    Student's interval, m ± t SE, passes 0 or 1 if few scores differ from 0 or 1, and is empty if none does. N. Dean
     and M. Pagano, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys", Journal of
     Survey Statistics and Methodology 3 (2015) 484-503.
 

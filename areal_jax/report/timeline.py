@@ -32,7 +32,7 @@ class SlotSpan:
 
 
 def slot_spans(events: Sequence[Event], kind: DecodeKind = 'decode') -> list[SlotSpan]:
-    """Spans of all slots by engine, slot and time; a request without a slot in between makes a new span."""
+    """Spans of all slots by engine, slot and time; a request that lost its slot in between begins a new span."""
     open_spans: dict[tuple[str, int], _OpenSpan] = {}
     spans: list[SlotSpan] = []
     for event, interval in decode_intervals(events, kind):
@@ -53,7 +53,7 @@ def slot_spans(events: Sequence[Event], kind: DecodeKind = 'decode') -> list[Slo
 
 @dataclasses.dataclass
 class _OpenSpan:
-    """One that may go on with the next dispatch."""
+    """A span that the next dispatch may extend."""
 
     request: str
     version: int
@@ -68,7 +68,7 @@ class _OpenSpan:
 def decode_intervals(
     events: Sequence[Event], kind: DecodeKind = 'decode'
 ) -> list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]]:
-    """Each decode event with the occupation of the engine's lane that did it."""
+    """Each decode event with the interval of the engine's lane that did the work."""
     return cast(list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]], event_intervals(events, kind))
 
 
@@ -102,7 +102,7 @@ def build_timeline(events: Sequence[Event], of: str = '') -> Trace:
     """The trace: a process per kind of lane with a thread per lane, a process per engine with a thread per slot.
 
     Times are microseconds. Work that overlaps on one lane is drawn on several threads. Interruptions, publications,
-    loads and the like are instants on a process of their own; buffer size and version are counters. `of` stands before
+    loads and similar events are instants in a separate process; buffer size and version are counters. `of` precedes
     the names of processes.
     """
     tracks = _Tracks(of)
@@ -130,7 +130,7 @@ def write_timeline(events: Sequence[Event], workdir: pathlib.Path | str, of: str
 
 
 class _Tracks:
-    """Numbers for processes and threads in the order in which they are first needed, with the metadata naming them."""
+    """Numbers processes and threads in the order in which they are first needed, and keeps their names as metadata."""
 
     def __init__(self, of: str) -> None:
         self.metadata: list[TraceEntry] = []
@@ -153,7 +153,7 @@ class _Tracks:
         return key[0], self._threads[key]
 
     def lane(self, interval: LaneInterval) -> tuple[int, int]:
-        """The thread for one interval of a lane: its first free row. Call it in the order in which intervals start."""
+        """The thread for one interval of a lane: its first free row. Call it in order of the intervals' starts."""
         row = 0
         while self._free_from.get((interval.lane, row), interval.start) > interval.start + 1e-6:
             row += 1
@@ -201,7 +201,7 @@ def _instant_entry(event: Event, track: tuple[int, int]) -> TraceEntry:
 
 
 def _counters(events: Iterable[Event], process: int) -> list[TraceEntry]:
-    """A sample of buffer size or version after every event that changed it."""
+    """Samples of buffer size and version, one after every event that changes them."""
     ledger, last = DrawLedger(), {'buffered groups': 0, 'version': 0}
     entries: list[TraceEntry] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What became of every token that was generated, as the report tells it. See token_ledger.py."""
+"""The fates of all generated tokens, for the report. See telemetry/token_ledger.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from areal_jax.types import NOT_GENERATED
 
 
 def token_age(metrics: Metrics) -> contents.MeanMax:
-    """Age of the trained tokens in versions: from the histograms, or from the means where no update has one."""
+    """Age of the trained tokens in versions: from the histograms, or from the means if no update has a histogram."""
     tokens = _by_publications(metrics)
     if not (trained := sum(tokens.values())):
         mean = aggregates.weighted_mean(metrics, names.TOKEN_AGE_MEAN, names.TOKENS_TRAINED)
@@ -36,7 +36,7 @@ def token_age(metrics: Metrics) -> contents.MeanMax:
 
 
 def token_age_steps(metrics: Metrics) -> contents.StepAge:
-    """Age of the trained tokens in optimizer steps, and how much of it is inside their own update."""
+    """Age of the trained tokens in optimizer steps, and the part of it that lies inside their own update."""
     weighted = lambda name: aggregates.weighted_mean(metrics, name, names.TOKENS_TRAINED)
     return {
         'mean': weighted(names.STEP_AGE_MEAN),
@@ -59,9 +59,9 @@ def _by_publications(metrics: Metrics) -> dict[int, int]:
 
 
 def _by_steps(metrics: Metrics) -> dict[int, int]:
-    """A token of age a was generated before the steps of the a updates that precede its own.
+    """Trained tokens by age in optimizer steps; age a spans the steps of the a updates before the token's own.
 
-    Empty where the steps of an update are unknown.
+    Empty if the steps of an update are unknown.
     """
     histograms = [counts(line, names.TOKEN_AGE_HISTOGRAM) for line in metrics]
     steps = [number(line, names.OPTIMIZER_STEPS) for line in metrics]
@@ -82,7 +82,7 @@ def _pairs(tokens: Mapping[int, int]) -> list[list[int]]:
 
 
 def token_fates(events: Sequence[Event], metrics: Metrics, *, finished: bool) -> contents.TokenFates | None:
-    """The ledger of the whole run; None where an earlier program wrote a part of it.
+    """The ledger of the whole run; None if an earlier program wrote a part of the run.
 
     `finished`: every group of the run was trained or dropped, so that no token may be without a fate.
     """
@@ -115,7 +115,7 @@ def has_lengths(events: Sequence[Event]) -> bool:
 
 
 def fate_rows(fates: contents.TokenFates | None) -> list[tuple[str, ...]]:
-    """Of the page's table: fate, tokens, share, mean age."""
+    """Rows of the page's table: fate, tokens, share, mean age."""
     if fates is None:
         return []
     generated = fates['generated']
@@ -143,15 +143,15 @@ def _as_list(tokens: Mapping[int, int]) -> list[int]:
     return [tokens.get(key, 0) for key in range(max(tokens, default=-1) + 1)]
 
 
-# Lengths and rewards of what was generated, trained, masked and dropped, side by side.
+# Lengths and rewards of generated, trained, masked and dropped answers, side by side.
 #
-# If the answers that leave the loop are longer or better than those that are trained, the policy learns from a biased
-# sample of what it does. An answer counts for each fate with the share of its tokens that have met it.
+# If the answers that leave the loop are longer or better than the trained answers, the policy learns from a biased
+# sample of its answers. An answer counts for each fate with the share of its tokens that have met the fate.
 
 
 _GENERATED, _DROPPED = 'generated', 'dropped'
 _LEFT_OUT = ('masked', 'dropped')  # fates that depend on how long an answer took
-# and 'filtered': fates that depend on the rewards by their definition
+# together with 'filtered': fates that depend on the rewards by their definition
 _BY_REWARD = tuple(f'dropped: {reason}' for reason in BY_REWARD)
 # √(-ln(α / 2) / 2) with α = 1%: N. Smirnov's asymptotic bound of the distance between two samples of one distribution
 _CRITICAL = math.sqrt(-math.log(0.01 / 2) / 2)
@@ -175,7 +175,7 @@ class _Share:
 
 
 def censoring(events: Sequence[Event], metrics: Metrics) -> contents.Censoring | None:
-    """The spread of each fate; None where an earlier program wrote a part of the run, or no answer has a fate."""
+    """The spread of each fate; None if an earlier program wrote a part of the run, or no answer has a fate."""
     if not has_lengths(events) or not tell_fates(metrics):
         return None
     shares: dict[str, list[_Share]] = collections.defaultdict(list)
@@ -208,7 +208,7 @@ def ks_distance(a: np.ndarray, b: np.ndarray, a_weights: np.ndarray, b_weights: 
 
 
 def censoring_rows(found: contents.Censoring | None) -> list[tuple[str, ...]]:
-    """Of the page's table."""
+    """Rows of the page's table of spreads."""
     if found is None:
         return []
     return [
@@ -225,7 +225,7 @@ def censoring_rows(found: contents.Censoring | None) -> list[tuple[str, ...]]:
 
 
 def warn_of_censoring(found: contents.Censoring | None) -> str:
-    """The sentence on what was lost and differs from what was trained, '' where nothing shows."""
+    """The sentence on lost answers that differ from the trained ones by more than chance; '' if no difference shows."""
     if found is None:
         return ''
     sentences = [
@@ -241,7 +241,7 @@ def warn_of_censoring(found: contents.Censoring | None) -> str:
 
 
 def describe_censoring(found: contents.Censoring | None) -> str:
-    """What the comparison of trained with masked and dropped answers gave; '' where nothing is known."""
+    """The result of comparing trained answers with masked and dropped ones, in a sentence; '' if nothing is known."""
     if found is None:
         return ''
     if not found['length_bias']:
@@ -252,7 +252,7 @@ def describe_censoring(found: contents.Censoring | None) -> str:
 
 
 def _shares(events: Sequence[Event], metrics: Metrics) -> Iterator[tuple[str, _Share]]:
-    """(fate, part of an answer) for every answer whose fate is decided."""
+    """Yields (fate, part of an answer) for every answer whose fate is decided."""
     answers: dict[int, dict[int, _Answer]] = collections.defaultdict(dict)  # by draw and sample
     lines = {int(number(line, names.STEP) or 0): line for line in metrics}
     for event in events:
@@ -283,7 +283,7 @@ def _whole(fate: str, draw: int, answers: Iterable[_Answer]) -> Iterator[tuple[s
 
 
 def _in_batch(draw: int, group: Mapping[int, _Answer], version: int, line: Line) -> Iterator[tuple[str, _Share]]:
-    """What became of the answers of a group, from the fates of the tokens of its batch by age."""
+    """Yields the fates of the answers of a group, from the fates of the batch's tokens by age."""
     is_filtered = (
         len({answer.reward for answer in group.values()}) <= 1 and sum(counts(line, names.FILTERED_BY_AGE)) > 0
     )
@@ -334,7 +334,7 @@ def _distance(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.nd
 
 
 def _compare(trained: Sequence[_Share], left_out: Sequence[_Share], values_of: _Values) -> contents.Bias | None:
-    """Trained against left out; answers of a group are not independent of each other, so that groups are counted."""
+    """Compares trained with left-out answers. n counts groups: the answers of a group are not independent."""
     one, other = values_of(trained), values_of(left_out)
     distance = _distance(one, other)
     trained_mean, left_out_mean = _mean(*one), _mean(*other)

@@ -1,8 +1,8 @@
-"""What devices can do at most, and what part of it a run uses.
+"""Peak FLOP/s of devices, the share of it that a run uses, and the host resources of a run.
 
-Peaks hold for dense matrices (no structured sparsity) with products of bfloat16 or float16 summed in float32. Where
-a run computes in float32, jax multiplies in TF32 on NVIDIA GPUs and in one pass of bfloat16 on TPUs by default
-(docs.jax.dev, "Matmul precision"), and the second column is that.
+Peaks hold for dense matrices (no structured sparsity) with products of bfloat16 or float16 summed in float32. If a
+run computes in float32, jax by default multiplies in TF32 on NVIDIA GPUs and in one pass of bfloat16 on TPUs
+(docs.jax.dev, "Matmul precision"): that is the second column.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class OptimizerAges:
     """Counts the optimizer steps that were applied up to each version."""
 
     def __init__(self, steps: Sequence[float] = (0.0,)):
-        """`steps`: applied before version 0, 1, ..., as `state` gives them."""
+        """`steps`: steps applied before version 0, 1, ..., as `state` returns them."""
         self._steps = list(steps)
 
     def note_update(self, update: int, metrics: Line) -> dict[str, Value]:
-        """The metrics of the update with this number; {} where it trained nothing, or earlier updates are unknown."""
+        """Metrics of update number `update`; {} if it trained no token or earlier updates are unknown."""
         if len(self._steps) != update:
             return {}
         before = self._steps
@@ -105,9 +105,9 @@ class DeviceRates:
     """Rates per device of one run.
 
     Args:
-      learner: devices of the learner's mesh, over all processes.
-      engines: different devices that engines decode on; 0 for supervised training.
-      peak_flops: of one of the learner's devices; None where it is unknown, or where time is modelled.
+      learner: number of devices of the learner's mesh, over all processes.
+      engines: number of distinct devices that engines decode on; 0 for supervised training.
+      peak_flops: peak of one of the learner's devices; None if it is unknown or time is modelled.
     """
 
     learner: int
@@ -115,7 +115,7 @@ class DeviceRates:
     peak_flops: float | None
 
     def of_learner(self, metrics: Line, seconds: float) -> dict[str, float]:
-        """Of one update that took `seconds`, from the learner's metrics; nothing for an update without tokens."""
+        """Rates of one update that took `seconds`, from the learner's metrics; {} for an update without tokens."""
         tokens, flops = number(metrics, names.READ_TOKENS), number(metrics, names.MODEL_FLOPS)
         if not tokens or not flops or seconds <= 0:
             return {}
@@ -125,7 +125,7 @@ class DeviceRates:
         return rates
 
     def of_engines(self, tokens_per_second: float) -> dict[str, float]:
-        """Of generation, from the tokens per second of all engines."""
+        """The rate of generation per device, from the tokens per second of all engines."""
         return {names.GENERATE_RATE_PER_DEVICE: tokens_per_second / self.engines} if self.engines else {}
 
 
@@ -138,10 +138,10 @@ Quantity = TypeVar('Quantity', int, float)
 
 
 class ResourceSampler:
-    """A daemon thread that remembers the largest sum of resident memory over the process tree.
+    """A daemon thread that tracks the peak of resident memory, summed over the process tree.
 
-    Pages that processes share count once for each of them, so the sum is an upper bound. Use as a context manager, or
-    call `start` and `stop`.
+    Shared pages count once for each process that shares them, so the sum is an upper bound. Use as a context manager,
+    or call `start` and `stop`.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S):
@@ -162,7 +162,7 @@ class ResourceSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take a last sample and end the thread."""
+        """Takes a last sample and ends the thread."""
         self._stopped.set()
         self._thread.join()
         self._peak_bytes = max(self._peak_bytes, resident_bytes())
@@ -186,8 +186,7 @@ def resident_bytes(pid: int | None = None) -> int:
 
 
 def cpu_seconds(pid: int | None = None) -> float:
-    """Processor seconds over a process (None: this one), its living descendants and (not on macOS) those that have
-    ended."""
+    """Processor seconds of a process (None: this one), its living descendants and (not on macOS) its ended ones."""
 
     def spent(process: psutil.Process) -> float:
         times = process.cpu_times()
@@ -198,7 +197,7 @@ def cpu_seconds(pid: int | None = None) -> float:
 
 
 def _each(measure: Callable[[psutil.Process], Quantity], pid: int | None) -> Iterator[Quantity]:
-    """The measure of every process of the tree that is still there."""
+    """Yields `measure` of every process of the tree that still exists."""
     import psutil
 
     this = psutil.Process(pid)

@@ -1,7 +1,7 @@
 """The energy account of a run: joules and seconds of devices since the last update, from meters and from events.
 
-app/run/observer.py feeds it. What an update trains was generated earlier, so an account is of the time between two
-updates and not of the tokens of one.
+app/run/observer.py feeds it. An update trains tokens that were generated earlier, so an account covers the time
+between two updates and not the tokens of one update.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATE_OF: Mapping[str, str] = {
 
 
 class LaneWatch:
-    """Occupations since the last `take`, those that go on included."""
+    """Collects occupations since the last `take`, including running ones."""
 
     def __init__(self) -> None:
         self._running: dict[int, Occupation] = {}  # by run; `end` is not known yet
@@ -58,7 +58,7 @@ class LaneWatch:
         self.activity: dict[str, float] = {}  # of each lane at the last `take`
 
     def apply(self, event: Event) -> None:
-        """One event of the log, in its order."""
+        """Takes the next event of the log."""
         if event['kind'] == 'run_start' and event['work'] in STATE_OF:
             start = event['time']
             self._running[event['run']] = Occupation(event['lane'] or '', STATE_OF[event['work']], start, start)
@@ -74,10 +74,10 @@ class LaneWatch:
             sums[1] += steps
 
     def take(self, end: float) -> list[Occupation]:
-        """The occupations up to `end`, and in `activity` the mean activity of the dispatches meanwhile.
+        """Returns the occupations up to `end`, and sets `activity` to the mean activity of the dispatches meanwhile.
 
-        A lane that logged no dispatch meanwhile keeps the activity that it had. Work that goes on counts from its
-        run_start on, although its lane may take it up some milliseconds later: that time is known when it has ended.
+        A lane that logged no dispatch meanwhile keeps its activity. Running work counts from its run_start, although
+        its lane may have begun some milliseconds later: the exact time is known only when the work has ended.
         """
         going_on = [Occupation(o.lane, o.state, o.start, end) for o in self._running.values()]
         taken = [*self._ended, *going_on]
@@ -87,7 +87,7 @@ class LaneWatch:
         return taken
 
 
-READ_S = 30.0  # counters are read at least so often while events come, so that RAPL does not wrap twice unseen
+READ_S = 30.0  # longest time between reads while events come, so that RAPL does not wrap twice unseen
 CPU = 'cpu'  # device_kind of devices that compute in CPU packages
 METERS = {NVML: names.ENERGY_NVML, RAPL: names.ENERGY_RAPL}
 _PER_TOKEN = {
@@ -98,7 +98,7 @@ _PER_TOKEN = {
 
 
 class EnergyState(TypedDict):
-    """What a checkpoint keeps of an account: sums since the last update."""
+    """The part of an account that a checkpoint keeps: sums since the last update."""
 
     joules: dict[str, float | None]  # by meter
     modelled: list[float] | None
@@ -109,7 +109,7 @@ class EnergyState(TypedDict):
 
 @dataclasses.dataclass
 class _Sums:
-    """Since the last update; None for a part of which some is missing."""
+    """Sums since the last update; None for a sum of which some part is missing."""
 
     joules: dict[str, float | None]
     modelled: Energy | None
@@ -123,11 +123,10 @@ class EnergyAccount:
 
     Args:
       sets: the devices of learner and engines; no device is in two of them.
-      meters: NVML measures all of these devices, where it is there. RAPL measures them if they are CPUs, and else what
-        is beside them.
-      warn: called with one sentence for a meter that is lost.
+      meters: NVML, if present, measures all of these devices. RAPL measures them if they are CPUs, else only the host.
+      warn: called with one sentence for each meter that fails.
       reasons: why other meters cannot be read here.
-      note: why nothing can be known of the devices; `sets` is empty then.
+      note: why nothing is known of the devices; then `sets` is empty.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class EnergyAccount:
         self._models = self._powers is not None and NVML not in self._meters
         measured = NVML in self._meters or (RAPL in self._meters and all(found.kind == CPU for found in sets))
         self._is_covered = self._models or measured  # whether joules are known of all devices of the run
-        self._known = tuple(self._meters)  # that were there at the start
+        self._known = tuple(self._meters)  # meters present at the start
         self._facts: EnergyFacts = {
             'sources': describe_sources(sets, meters, self._models),
             'watts': describe_watts(sets),
@@ -155,13 +154,13 @@ class EnergyAccount:
         }
         self._watch = LaneWatch()
         self._evaluates = False
-        self._since: float | None = None  # clock seconds up to which the sums are; None while nothing is accounted
+        self._since: float | None = None  # clock seconds that the sums reach; None: not accounting
         self._read_s = self._now = 0.0
         self._sums = self._empty()
         self._is_partial = False  # a part of the time since the last update was not accounted
 
     def facts(self) -> EnergyFacts:
-        """For facts.json, when the run has ended."""
+        """The account's entry in facts.json, for the end of the run."""
         return self._facts
 
     def close(self) -> None:
@@ -169,7 +168,7 @@ class EnergyAccount:
             meter.close()
 
     def apply(self, event: Event) -> None:
-        """One event of the log, in its order. Evaluations before and after training are left out."""
+        """Takes the next event of the log. Evaluations before and after training are left out."""
         self._now = event['time']
         self._watch.apply(event)
         if event['kind'] == 'evaluate':
@@ -186,7 +185,7 @@ class EnergyAccount:
             self._advance()
 
     def take(self, time_s: float, metrics: Line) -> dict[str, Value]:
-        """The metrics of an update that was published at `time_s`; `metrics` has its tokens."""
+        """Returns the energy metrics of an update published at `time_s` and begins new sums; `metrics`: its tokens."""
         self._now = time_s
         self._advance()
         sums, self._sums = self._sums, self._empty()
@@ -208,7 +207,7 @@ class EnergyAccount:
         return {**values, **self._total(sums, metrics)}
 
     def _total(self, sums: _Sums, metrics: Line) -> dict[str, Value]:
-        """Of all that is known, by token; nothing where a part is missing."""
+        """Total joules, also per token; {} if a part is missing."""
         parts = list(sums.joules.values())
         if self._models:
             parts.append(None if sums.modelled is None else sums.modelled.mid)
@@ -222,7 +221,7 @@ class EnergyAccount:
         return values
 
     def state(self) -> EnergyState:
-        """The sums as of the newest event; a copy, which is written while the run goes on."""
+        """A copy of the sums as of the newest event; the run may continue while it is written."""
         self._advance()
         sums = self._sums
         return {
@@ -234,10 +233,10 @@ class EnergyAccount:
         }
 
     def restore(self, state: EnergyState | None) -> None:
-        """Continue from the state in a checkpoint; None: the earlier part had no account.
+        """Continues from the state in a checkpoint; None: the earlier part had no account.
 
-        What was not accounted there is missing in the metrics of the next update: everything without an account, and
-        joules of a meter that was not there.
+        The metrics of the next update then lack the parts that were not accounted: all of them if there was no
+        account, else the joules of each meter that was absent.
         """
         if state is None:
             self._is_partial = True
@@ -252,7 +251,7 @@ class EnergyAccount:
         )
 
     def _advance(self) -> None:
-        """Adds what has happened since the last call."""
+        """Adds joules and seconds since the last call."""
         if self._since is None:
             return
         sums = self._sums
@@ -279,7 +278,7 @@ class EnergyAccount:
             sums.idle += joules([phase for phase in phases if phase.state == IDLE], power, found.devices)
 
     def _count(self, name: str) -> float | None:
-        """Joules of a meter since the last read; None from its first failure on."""
+        """Joules of a meter since its last read; None after its first failure."""
         self._read_s = self._now
         meter = self._meters.get(name)
         if meter is None:
@@ -302,7 +301,7 @@ class EnergyAccount:
 
 
 def find_powers(sets: Sequence[DeviceSet]) -> Mapping[str, ChipPower] | None:
-    """Watts by kind of device; None where some are not published."""
+    """Watts by kind of device; None if the watts of a kind are not published."""
     kinds = {found.kind for found in sets}
     return {kind: POWER[kind] for kind in kinds} if kinds and kinds <= POWER.keys() else None
 

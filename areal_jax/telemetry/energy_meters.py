@@ -9,34 +9,34 @@ import pathlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict
 
-NVML, RAPL = 'nvml', 'rapl'  # names of meters, as the metrics have them
+NVML, RAPL = 'nvml', 'rapl'  # names of meters, as in the metrics
 POWERCAP = pathlib.Path('/sys/class/powercap')
 
 
 class MeterError(RuntimeError):
-    """A counter that is not there or cannot be read; the message says why."""
+    """A counter is missing or cannot be read; the message says why."""
 
 
 class Meter(Protocol):
     """A counter of joules."""
 
     name: str  # NVML, RAPL
-    devices: str  # what it measures, in words
+    devices: str  # the measured devices, in words
 
     def read(self) -> float:
-        """Joules since it was opened, as of now. Raises MeterError."""
+        """Joules from opening until now. Raises MeterError."""
         ...
 
     def close(self) -> None: ...
 
 
 class NvmlMeter:
-    """The total energy counters of GPUs, in millijoules since the driver was loaded. They move every 100 ms or so.
+    """The total energy counters of GPUs, in millijoules since the driver was loaded. They change about every 100 ms.
 
     Args:
       library: the module pynvml, initialized.
-      handles: of the GPUs.
-      devices: these GPUs in words.
+      handles: NVML's handles of the GPUs.
+      devices: the GPUs in words.
     """
 
     name = NVML
@@ -65,15 +65,15 @@ class NvmlMeter:
 
 
 def open_nvml(library: Any, gpus: Sequence[tuple[int, str]], visible: str | None) -> NvmlMeter:
-    """The counters of GPUs of this process; shuts NVML down where it fails.
+    """Opens the counters of this process's GPUs; shuts NVML down on failure.
 
     Args:
       library: the module pynvml.
-      gpus: CUDA's number and name of each.
+      gpus: CUDA's number and name of each GPU.
       visible: the environment variable CUDA_VISIBLE_DEVICES.
 
-    Raises MeterError without a driver, for a GPU without a counter, for a slice of a GPU (MIG), which has no counter of
-    its own, and where NVML and CUDA number GPUs differently.
+    Raises MeterError without a driver, for a GPU without a counter, for a slice of a GPU (MIG), which has no separate
+    counter, and if NVML and CUDA number GPUs differently.
     """
     try:
         library.nvmlInit()
@@ -103,22 +103,22 @@ def _find_handle(library: Any, ordinal: int, visible: str | None) -> Any:
         return library.nvmlDeviceGetHandleByIndex(int(entry))
     for index in range(library.nvmlDeviceGetCount()):
         handle = library.nvmlDeviceGetHandleByIndex(index)
-        if entry and _text(library.nvmlDeviceGetUUID(handle)).startswith(entry):  # CUDA takes the first characters too
+        if entry and _text(library.nvmlDeviceGetUUID(handle)).startswith(entry):  # CUDA accepts a prefix too
             return handle
     raise MeterError(f'CUDA_VISIBLE_DEVICES={visible!r} names no whole GPU for device {ordinal}')
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # of versions before 11.5
+    return value.decode() if isinstance(value, bytes) else value  # bytes before version 11.5
 
 
 class RaplMeter:
-    """The energy counters of all CPU packages of this machine, with whatever runs on them; without DRAM.
+    """The energy counters of all CPU packages of this machine, including other processes on them; without DRAM.
 
-    A counter starts again at 0 after `max_energy_range_uj` microjoules. A read sees one such wrap since the read
-    before; a second one in between cannot be told, and its range would be missing.
+    A counter restarts at 0 after `max_energy_range_uj` microjoules. A read detects one such wrap since the last read;
+    a second wrap in between goes unnoticed, and its range is missing.
 
-    Raises MeterError where there is no package, or one cannot be read.
+    Raises MeterError if there is no package or one cannot be read.
     """
 
     name = RAPL
@@ -140,11 +140,11 @@ class RaplMeter:
         return self._total / 1e6
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
 
 def _is_package(zone: pathlib.Path) -> bool:
-    """Not a part of a package, such as its cores or DRAM, and not the platform, which holds the packages."""
+    """Whether the zone is a package: not a part such as cores or DRAM, nor the platform, which holds the packages."""
     try:
         return (zone / 'name').read_text().startswith('package')
     except OSError:
@@ -160,20 +160,20 @@ def _read_number(path: pathlib.Path) -> int:
         raise MeterError(f'RAPL: {path}: {error}') from error
 
 
-# Watts of chips by what they do, as others have measured and published them.
+# Published measurements of the watts of chips by state.
 #
-# Values are of the board of a GPU, which is what NVML measures, or of a TPU with its memory. They hold no share of
-# the host, of the network or of the cooling. No watts are published for TPU v5 and later, so these chips have no row.
+# Values are for the board of a GPU, as NVML measures, or for a TPU with its memory. They include no share of the host,
+# the network or the cooling. No watts are published for TPU v5 and later, so these chips have no row.
 
 
 TRAIN, PREFILL, DECODE, IDLE = 'train', 'prefill', 'decode', 'idle'
-STATES = (TRAIN, PREFILL, DECODE, IDLE)  # of a device; of several at once the first one counts
+STATES = (TRAIN, PREFILL, DECODE, IDLE)  # of a device; if several apply at once, the first counts
 FULL_ROWS = 128  # largest batch of decoding whose watts are published
 
 
 @dataclasses.dataclass(frozen=True)
 class Watts:
-    """The lowest and the highest published value of one state; `source` says where they are from."""
+    """The lowest and the highest published value of one state, with their `source`."""
 
     low: float
     high: float
@@ -181,7 +181,7 @@ class Watts:
 
     @property
     def mid(self) -> float:
-        """The middle of the two; nothing says where between them a chip is."""
+        """The mean of low and high; no source says where between them a chip is."""
         return (self.low + self.high) / 2
 
 
@@ -196,10 +196,10 @@ class ChipPower:
     train: Watts
 
     def draw(self, state: str, activity: float = 0.0) -> Watts:
-        """Watts in a state; raises KeyError for one that is not in STATES.
+        """Watts in a state; raises KeyError for a state that is not in STATES.
 
         Args:
-          activity: of DECODE, from 0 (one row) to 1 (FULL_ROWS), see `decode_activity`. Watts are linear in it.
+          activity: for DECODE, from 0 (one row) to 1 (FULL_ROWS), see `decode_activity`. Watts are linear in it.
         """
         if state == DECODE:
             one, full = self.decode_one, self.decode_full
@@ -208,15 +208,15 @@ class ChipPower:
 
     @property
     def sources(self) -> dict[str, str]:
-        """What is measured -> the published values and their source."""
+        """By state: the published values and their source, as text."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: f'{watts.low:g} to {watts.high:g} W: {watts.source}' for name, watts in values.items()}
 
 
 def decode_activity(rows: float) -> float:
-    """log₂ rows / log₂ FULL_ROWS, within [0, 1]: decoding follows its batch, about linearly in the logarithm.
+    """log₂ rows / log₂ FULL_ROWS, within [0, 1]: watts of decoding are about linear in the log of the batch size.
 
-    So it does between the two published batches of an H100, 300 W with 1 row and 600 W with 128 (power model of the
+    This holds between the two published batches of an H100, 300 W with 1 row and 600 W with 128 (power model of the
     fleet simulator of the vLLM semantic router, after the ML.ENERGY benchmark v3).
     """
     return min(1.0, max(0.0, math.log2(max(rows, 1.0)) / math.log2(FULL_ROWS)))
@@ -253,7 +253,7 @@ _TPU_V4 = ChipPower(
     train=Watts(170, 192, f'no value of its own: {_V4}'),
 )
 
-# by jax.Device.device_kind, which of a GPU is the name that the driver reports; then by name of a chip in a simulation
+# by jax.Device.device_kind (for a GPU, the driver's name of it); then by name of a chip in a simulation
 POWER: Mapping[str, ChipPower] = {
     'NVIDIA H100 80GB HBM3': _H100,
     'NVIDIA H200': _H200,
@@ -263,14 +263,14 @@ POWER: Mapping[str, ChipPower] = {
 }
 
 
-# The energy model: what lanes did -> seconds of devices by state -> joules. Pure functions.
+# The energy model: occupations of lanes -> seconds of devices by state -> joules. Pure functions.
 #
-# E = Σ over devices ∫ P(state, activity) dt. `joules` takes seconds by state from anywhere, a run or a simulated one.
+# E = Σ over devices ∫ P(state, activity) dt. `joules` takes seconds by state, from a real or a simulated run.
 
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """Joules with the low, the middle and the high published watts; of a meter all three are equal."""
+    """Joules at the low, middle and high published watts; all three are equal if measured by a meter."""
 
     low: float = 0.0
     mid: float = 0.0
@@ -284,9 +284,9 @@ class Energy:
 class Phase:
     """Seconds in one state of every device of a set."""
 
-    state: str  # of power_table.STATES
+    state: str  # of STATES
     seconds: float
-    activity: float = 0.0  # of decoding, see power_table.decode_activity
+    activity: float = 0.0  # of decoding, see decode_activity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Occupation:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSet:
-    """Devices of one kind that the same lanes compute on."""
+    """Devices of one kind on which the same lanes compute."""
 
     kind: str  # jax.Device.device_kind
     lanes: frozenset[str]
@@ -309,7 +309,7 @@ class DeviceSet:
 
 
 def joules(phases: Iterable[Phase], power: ChipPower, devices: int = 1) -> Energy:
-    """Joules of `devices` that go through these phases together."""
+    """Joules of `devices` devices that all go through these phases."""
     total = Energy()
     for phase in phases:
         watts, seconds = power.draw(phase.state, phase.activity), phase.seconds * devices
@@ -324,13 +324,13 @@ def find_phases(
     end: float,
     activity: Mapping[str, float],
 ) -> list[Phase]:
-    """What devices did from `start` to `end` that the `lanes` compute on; the seconds add up to the whole span.
+    """The phases of the devices of `lanes` from `start` to `end`; their seconds add up to the whole span.
 
-    Where lanes overlap, the first of their STATES counts, and of decoding the most active lane: programs of one device
-    take turns, and their watts do not add up. A device without an occupied lane is idle.
+    If lanes overlap, the first of their STATES counts, and among decoding lanes the most active: programs of one
+    device take turns, so their watts do not add up. A device without an occupied lane is idle.
 
     Args:
-      activity: of the decoding of each lane in the span; 0 for others.
+      activity: activity of decoding in the span, by lane; 0 for other lanes.
     """
     changes = []
     for found in occupations:
@@ -356,31 +356,31 @@ def _state_of(running: Mapping[str, Mapping[str, int]], activity: Mapping[str, f
     return (DECODE, max(decoding)) if decoding else (IDLE, 0.0)
 
 
-# What a run says about its joules: which are measured, with which meter, which are modelled, and for which devices.
+# A run's account of its joules: which are measured, with which meter, which are modelled, and for which devices.
 
 
 MODELLED = 'modelled'  # in place of the name of a meter
 
 
 class EnergySource(TypedDict):
-    """Where joules are from."""
+    """A source of joules."""
 
     meter: str  # NVML, RAPL or MODELLED
-    devices: str  # that it is of
+    devices: str  # its devices, in words
     sentence: str
 
 
 class EnergyFacts(TypedDict):
-    """What facts.json keeps of the account of a run."""
+    """The entry of facts.json on the energy account of a run."""
 
     sources: list[EnergySource]
     watts: Mapping[str, str]  # of modelled joules: chip and state -> published values and their source
-    note: str  # what is not known, and why; '' where all is
+    note: str  # what is not known, and why; '' if all is known
     lost: list[str]  # meters that failed in the run, a sentence each
 
 
 def describe_sources(sets: Sequence[DeviceSet], meters: Collection[Meter], models: bool) -> list[EnergySource]:
-    """One entry for each meter, and one for a model."""
+    """One entry per meter, and one for the model if it is used."""
     sentences = {
         NVML: 'Measured with the total energy counters of NVML: whole boards, whoever uses them.',
         RAPL: 'Measured with RAPL: whole packages without DRAM, with all that runs on this machine.',
@@ -395,7 +395,7 @@ def describe_sources(sets: Sequence[DeviceSet], meters: Collection[Meter], model
 
 
 def describe_watts(sets: Sequence[DeviceSet]) -> dict[str, str]:
-    """'NVIDIA H200, idle' -> '80 to 130 W: ...'; nothing of chips whose watts are not published."""
+    """Maps 'NVIDIA H200, idle' to '80 to 130 W: ...'; chips whose watts are not published are left out."""
     kinds = sorted({found.kind for found in sets} & POWER.keys())
     return {f'{kind}, {state.replace("_", " ")}': text for kind in kinds for state, text in POWER[kind].sources.items()}
 
@@ -412,7 +412,7 @@ def describe_unknown(sets: Sequence[DeviceSet], meters: Collection[Meter], reaso
     """The sentence on devices that have neither a meter nor published watts.
 
     Args:
-      meters: which measure something else.
+      meters: meters of other devices.
       reasons: why other meters cannot be read.
     """
     others = ''.join(f'; only those of {meter.devices} are measured' for meter in meters)

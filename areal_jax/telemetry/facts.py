@@ -1,4 +1,4 @@
-"""What only the running program knows, kept for the report in WORKDIR/facts.json.
+"""Facts that only the running program knows, kept for the report in WORKDIR/facts.json.
 
 Written by app/ when a run finishes, read by report/ and app/run/reports.py.
 """
@@ -20,8 +20,8 @@ from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
-DURING = 'during'  # key in it: rows of the evaluations beside training; the others are 'before' and 'after'
-HELD_OUT_SCORES = 'held-out scores'  # with these words RunFacts.missing begins to tell of an evaluation
+DURING = 'during'  # key of the rows of evaluations during training; the other keys are 'before' and 'after'
+HELD_OUT_SCORES = 'held-out scores'  # an entry of RunFacts.missing on an evaluation begins with this
 
 _FIX = 'restore the file as the run wrote it, or remove it'
 _WITHOUT = 'remove it: a report can be made without it'
@@ -29,7 +29,7 @@ _WITHOUT = 'remove it: a report can be made without it'
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationScores:
-    """Scores on held-out problems, one entry a problem, the same problems before and after. Producer: evaluation/."""
+    """Scores on held-out problems, one entry per problem; before and after use the same. Producer: evaluation/."""
 
     greedy: tuple[float, ...]  # score of the greedy answer
     sampled: tuple[tuple[float, ...], ...]  # scores of the sampled answers
@@ -41,7 +41,7 @@ _ARE_SCORES = check_of(EvaluationScores)
 
 
 class _Row(typing.TypedDict):
-    """What an evaluation beside training has in addition to its scores."""
+    """The fields of an evaluation during training that are not scores."""
 
     version: int
     seconds: float
@@ -52,14 +52,14 @@ _ARE_ROWS = check_of(list[_Row])
 
 @dataclasses.dataclass(frozen=True)
 class VersionScores:
-    """Scores of one version, evaluated beside training. Producer: evaluation/evaluator.py."""
+    """Scores of one version, evaluated during training. Producer: evaluation/evaluator.py."""
 
     version: int
     seconds: float  # clock seconds that it took
     scores: EvaluationScores
 
     def as_row(self) -> files.JsonObject:
-        """As evaluations.json has it."""
+        """The row of evaluations.json."""
         return {'version': self.version, 'seconds': self.seconds, **dataclasses.asdict(self.scores)}
 
 
@@ -77,14 +77,14 @@ class RunFacts:
     objective: str = ''  # method and combination, see config.objectives.describe_method
     ends: Mapping[str, str] = dataclasses.field(
         default_factory=dict
-    )  # texts of the tokens that end an answer, by their ids; empty: none does, or it is not known
-    warnings: Sequence[str] = ()  # of that combination, and of a missing sandbox
-    sandbox: SandboxRecord | None = None  # in which the scorer runs code; None: no sandbox is asked for
+    )  # texts of the tokens that end an answer, by their ids; empty: none, or not known
+    warnings: Sequence[str] = ()  # about the combination in `objective`, and about a missing sandbox
+    sandbox: SandboxRecord | None = None  # sandbox in which the scorer runs code; None: the config asks for none
     finished: bool = True
     running: str | None = None  # unfinished: files.find_holder
     missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
-    newest_checkpoint: int | None = None  # unfinished: its update; --resume goes on there
-    idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
+    newest_checkpoint: int | None = None  # unfinished: its update, where --resume continues
+    idle_fields: Sequence[str] = ()  # set in the config file but not used by the run: 'evaluation.samples=16'
     own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(
         default_factory=dict
     )  # by config field: 'function', 'file', 'sha256' of the user's own functions
@@ -97,7 +97,7 @@ class RunFacts:
     compilations: int = 0  # XLA programs compiled after warm-up
     compilation_budget: int  # run.compilation_budget
     peak_memory_bytes: int | None = None  # ResourceSampler.peak_bytes
-    kv_cache_bytes: int | None = None  # of one engine, without the slots for evaluation beside training
+    kv_cache_bytes: int | None = None  # of one engine, without the slots for evaluation during training
     memory_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # app.sizes.measure_parts, and programs
     event_loop_lag_max: float | None = None  # seconds, after warm-up
     weights_sha256: str | None = None  # of the last version
@@ -107,7 +107,7 @@ class RunFacts:
     alone_seconds: Mapping[str, float | None] = dataclasses.field(
         default_factory=dict
     )  # 'generate', 'train': an update
-    cpu_seconds: float | None = None  # of the process tree, in the window; None where several processes made the run
+    cpu_seconds: float | None = None  # of the process tree, in the window; None if several processes made the run
     cores: int = 1
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
     tracker: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
@@ -120,14 +120,14 @@ class RunFacts:
     )  # ids by user: 'learner': [0], 'engines': {'engine/0': [0]}
 
     def save(self, workdir: pathlib.Path | str) -> None:
-        """Write WORKDIR/facts.json, all or nothing."""
+        """Writes WORKDIR/facts.json atomically."""
         eta = None if self.eta is None else str(self.eta)  # a string: JSON has no infinity
         values = dataclasses.asdict(self) | {'eta': eta}
         files.write_json(pathlib.Path(workdir) / FILE, values)
 
     @classmethod
     def load(cls, workdir: pathlib.Path | str) -> RunFacts:
-        """Read WORKDIR/facts.json, written when a run finishes; raises FileError for a file that is not whole."""
+        """Reads WORKDIR/facts.json, written when a run finishes; raises FileError for an incomplete or edited file."""
         values = read_facts(workdir, cls)
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
@@ -142,7 +142,7 @@ class RunFacts:
 
 
 def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
-    """The fields of the dataclass `kind` in WORKDIR/facts.json, as JSON has them; raises FileError."""
+    """Reads the fields of the dataclass `kind` from WORKDIR/facts.json, as JSON values; raises FileError."""
     path = pathlib.Path(workdir) / FILE
     fix = _WITHOUT
     values = files.read_json(path, fix)
@@ -152,7 +152,7 @@ def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
         raise files.FileError(
             f'{path} was written by another version (fields that are missing or unknown: {wrong}); {fix}'
         )
-    # as the file has them: infinity as a text, what was no number as null
+    # types in the file: infinity is a text, a value that was not a number is null
     hints = typing.get_type_hints(kind) | {
         'eta': str | None,
         'held_out_pairs': Mapping[int, Mapping[str, float | None]],
@@ -164,36 +164,36 @@ def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
 
 
 def discard_facts(workdir: pathlib.Path | str) -> None:
-    """Remove facts.json, as the run is about to go on: a workdir with it has finished."""
+    """Removes facts.json before the run continues: only a finished workdir has the file."""
     (pathlib.Path(workdir) / FILE).unlink(missing_ok=True)
 
 
 def most_frequent_share(answers: Sequence[str]) -> float | None:
-    """Share of the answers that equal the most frequent one; None without answers. Near 1: the policy has collapsed."""
+    """Share of answers equal to the most frequent one; None without answers. Near 1: the policy has collapsed."""
     if not answers:
         return None
     return collections.Counter(answers).most_common(1)[0][1] / len(answers)
 
 
 def visible_only_share(labels: Mapping[str, int]) -> float | None:
-    """Of the answers of code that pass their tests, the share that fails a hidden one; None where none passes."""
+    """The share of passing code answers that fails a hidden test; None if no answer passes or none is code."""
     passing = labels.get('ok', 0) + labels.get('visible_only', 0)
     return labels.get('visible_only', 0) / passing if passing and set(labels) & set(CODE) else None
 
 
 def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
-    """{'before': scores, 'after': scores} of an evaluations.json, as far as it has them; no file is no scores.
+    """Reads {'before': scores, 'after': scores} from an evaluations.json; a phase may be absent. {} without the file.
 
-    Raises FileError for a file that holds something else.
+    Raises FileError for other content.
     """
     found = files.read_json(path, _FIX) if path.exists() else {}
     return {phase: _read_scores(path, phase, values) for phase, values in found.items() if phase != DURING}
 
 
 def read_curve(path: pathlib.Path) -> list[VersionScores]:
-    """The evaluations beside training in an evaluations.json, by version; empty without the file.
+    """Reads the evaluations during training from an evaluations.json, by version; [] without the file.
 
-    Raises FileError for a file that holds something else.
+    Raises FileError for other content.
     """
     rows = files.read_json(path, _FIX).get(DURING, []) if path.exists() else []
     if not _ARE_ROWS(rows):

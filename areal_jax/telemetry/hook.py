@@ -1,4 +1,4 @@
-"""Hands every row of metrics to a function of the user's own, in a thread of its own.
+"""Hands every row of metrics to a user's function, in a separate thread.
 
     def function(row: Mapping[str, float], step: int, workdir: pathlib.Path) -> None
 
@@ -23,12 +23,12 @@ from areal_jax.plugins import Function, raising_user_error
 from areal_jax.telemetry.metrics import Line
 from areal_jax.telemetry.names import STEP
 
-MOST_WAITING = 1000  # rows; one that comes then is left out
-FLUSH_S = 20.0  # the end of the run waits so long for all that is left, and no longer: the receiver may hang
+MOST_WAITING = 1000  # rows; further rows are left out
+FLUSH_S = 20.0  # longest wait of the end of the run for the remaining rows: the receiver may hang
 
 
 class RowFacts(TypedDict):
-    """What became of the rows of one attempt; for the report."""
+    """Counts of the rows of one attempt; for the report."""
 
     calls: int
     failed: int  # rows that the receiver did not take
@@ -37,13 +37,13 @@ class RowFacts(TypedDict):
 
 
 class RowThread(abc.ABC):
-    """Hands over one row after another; nothing of the run waits for it before the run ends.
+    """Hands over one row after another; the run waits for it only at its end.
 
-    A failure is warned of once and counted.
+    The first failure is printed as a warning; all are counted.
 
     Args:
-      setting: what the receiver is, for errors: 'telemetry.hook=mine.py:log'.
-      workdir: of the run; metrics.jsonl there has every row.
+      setting: the config field of the receiver, for errors: 'telemetry.hook=mine.py:log'.
+      workdir: the run's; its metrics.jsonl has every row.
     """
 
     def __init__(self, setting: str, workdir: pathlib.Path):
@@ -57,7 +57,7 @@ class RowThread(abc.ABC):
         self._first_error = ''
 
     def start(self, written: Sequence[Line]) -> None:
-        """Starts the thread with rows that an earlier attempt wrote; those that it handed over are passed over."""
+        """Starts the thread with the rows that earlier attempts wrote; rows handed over before are skipped."""
         self._unsent = written
         self._thread.start()
 
@@ -69,7 +69,7 @@ class RowThread(abc.ABC):
             self._waiting.put((step, metrics))
 
     def drain(self) -> None:
-        """Waits for the rows that wait, so that `facts` counts them; drain and close take FLUSH_S together."""
+        """Waits for the queued rows, so that `facts` counts them; drain and close take at most FLUSH_S together."""
         if self._thread.is_alive():
             reached, began = threading.Event(), time.monotonic()
             self._waiting.put(reached)
@@ -77,7 +77,7 @@ class RowThread(abc.ABC):
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
 
     def close(self) -> None:
-        """Waits for the rows that wait and says how many were left out. Nothing the second time."""
+        """Waits for the queued rows and warns of rows left out. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -100,13 +100,13 @@ class RowThread(abc.ABC):
 
     @abc.abstractmethod
     def _hand_over(self, step: int, metrics: Line) -> None:
-        """One row, in the thread; what the receiver raises is passed to `_note_failure`."""
+        """Hands over one row, in the thread; passes the receiver's exceptions to `_note_failure`."""
 
     def _begin(self) -> None:  # noqa: B027
-        """In the thread, before the first row."""
+        """Called in the thread before the first row."""
 
     def _end(self) -> None:  # noqa: B027
-        """In the thread, after the last row."""
+        """Called in the thread after the last row."""
 
     def _work(self) -> None:
         self._begin()
@@ -125,14 +125,14 @@ class RowThread(abc.ABC):
         self._warn(sentence)
 
     def _warn(self, sentence: str) -> None:
-        """Says the first failure."""
+        """Prints the first failure only."""
         if self._first_error:
             return
         self._first_error = sentence
         print(f'warning: {sentence} (the run goes on; further failures are counted)', file=sys.stderr, flush=True)
 
     def _count_waiting(self) -> int:
-        """Rows that the thread will not get to; empties the queue."""
+        """Counts the rows that the thread will not reach, and empties the queue."""
         rows = 0
         while not self._waiting.empty():
             rows += isinstance(self._waiting.get(), tuple)
@@ -141,7 +141,7 @@ class RowThread(abc.ABC):
 
 
 def warn_of_rows(field: str, facts: Mapping[str, object]) -> str:
-    """The sentence of a report on rows that did not arrive, '' where all did; `facts`: RowFacts, or empty."""
+    """The sentence of a report on rows that did not arrive; '' if all did. `facts`: RowFacts, or empty."""
     failed, left_out = facts.get('failed', 0), facts.get('left_out', 0)
     if not failed and not left_out:
         return ''
@@ -159,9 +159,9 @@ def finite(metrics: Line) -> dict[str, float]:
 
 
 def read_progress(path: pathlib.Path, receiver: Mapping[str, object], fix: str) -> files.JsonObject:
-    """What an earlier attempt noted in `path` of this receiver; empty where it noted none, or another receiver.
+    """Reads an earlier attempt's notes on this receiver from `path`; {} without notes, or for another receiver.
 
-    Raises FileError, which ends with `fix`, for a file that is not whole.
+    Raises FileError, which ends with `fix`, for an incomplete file.
     """
     if not path.exists():
         return {}
@@ -179,14 +179,14 @@ _FIX = 'remove it: the hook then gets all rows again'
 class MetricsHook(RowThread):
     """Calls the function with one row after another.
 
-    A call that raises is warned of once and counted, and the rows after it are handed over all the same: a tracker may
-    be out of reach for a while. A step is handed over at most once in a workdir: a resumed run that makes an update
-    again does not repeat its row. What an earlier attempt wrote and did not hand over comes first, so that a hook set
-    at a resume gets all rows; another function begins at step 1.
+    A call that raises is counted, the first one with a warning, and later rows are still handed over: a tracker may be
+    out of reach for a while. A step is handed over at most once in a workdir: a resumed run that repeats an update
+    does not repeat its row. Rows that an earlier attempt wrote and did not hand over come first, so a hook set at a
+    resume gets all rows; another function begins at step 1.
     """
 
     def __init__(self, function: Function, spec: str, workdir: pathlib.Path):
-        """`spec` is the text that names the function, for errors."""
+        """`spec` names the function in errors."""
         super().__init__(f'{FIELD}={spec}', workdir)
         self._function, self._spec = function, spec
         self._last_step = int(read_progress(workdir / FILE, {'hook': spec}, _FIX).get('last_step', 0))
@@ -202,5 +202,5 @@ class MetricsHook(RowThread):
         self._calls, self._last_step = self._calls + 1, step
         try:
             files.write_json(self._workdir / FILE, {'hook': self._spec, 'last_step': step})
-        except OSError as error:  # the run itself says that its disk is full
+        except OSError as error:  # the run itself reports a full disk
             self._note_failure(str(error))

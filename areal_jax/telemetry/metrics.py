@@ -1,4 +1,4 @@
-"""Metrics of each update, appended to WORKDIR/metrics.jsonl and to TensorBoard, and read again for a report.
+"""Metrics of each update, appended to WORKDIR/metrics.jsonl and to TensorBoard, and read back for a report.
 
 Written by app/run/observer.py and app/run/supervised.py, read by report/ and app/run/reports.py.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def read_json_lines(path: pathlib.Path) -> list[dict[str, object]]:
-    """`parse_json_lines` of a file; no file is an empty list."""
+    """Applies `parse_json_lines` to a file; [] without the file."""
     return parse_json_lines(path.read_bytes(), str(path)) if path.exists() else []
 
 
 def parse_json_lines(
     content: bytes, name: str, keep: Callable[[dict[str, object]], dict[str, object]] = lambda record: record
 ) -> list[dict[str, object]]:
-    """One dict per line, what `keep` makes of it; a last line that its writer's death has cut off is left out.
+    """One dict per line, passed through `keep`; a last line torn by its writer's death is left out.
 
     Raises:
         FileError: a line before the last is not a JSON object, or the last is complete and not an object; the message
@@ -55,7 +55,7 @@ def parse_json_lines(
 def require_fields(
     path: pathlib.Path, number: int, record: Mapping[str, object], fields: Mapping[str, type | tuple[type, ...]]
 ) -> None:
-    """Raises FileError where line `number` of the file lacks one of `fields` or has it with another type."""
+    """Raises FileError if line `number` of the file lacks one of `fields` or has it with another type."""
     for name, kind in fields.items():
         if not isinstance(record.get(name), kind):
             found = f'has {name}={record[name]!r}' if name in record else f'has no {name!r}'
@@ -63,19 +63,19 @@ def require_fields(
 
 
 def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, object]]) -> None:
-    """Replace the file by these records, all or nothing; no file stays no file."""
+    """Replaces the content of the file by these records, atomically; does nothing if there is no file."""
     if not path.exists():
         return
     files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether the line can be the beginning of an object, as a writer leaves it that dies while it writes."""
-    return line.lstrip()[:1] in (b'{', b'', b'\0')  # zeros: the file system had allocated the block, but not written it
+    """Whether the line can be the beginning of an object, as left by a writer that died while writing."""
+    return line.lstrip()[:1] in (b'{', b'', b'\0')  # zeros: an allocated but unwritten block
 
 
 def plain(value: object) -> Any:
-    """What JSON can hold: numpy scalars and arrays become numbers and lists, NaN and infinity become None."""
+    """Converts to JSON values: numpy scalars and arrays become numbers and lists, NaN and infinity become None."""
     if hasattr(value, 'tolist'):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -87,7 +87,7 @@ def plain(value: object) -> Any:
     return value
 
 
-# The values of metrics: numbers, lists of counts, None for what was not finite.
+# The values of metrics: numbers, lists of counts, None for a number that was not finite.
 
 
 Value = float | Sequence[float] | None
@@ -95,7 +95,7 @@ Line = Mapping[str, Value]  # metrics of one update, by telemetry.names
 
 
 def number(line: Line, name: str) -> float | None:
-    """The metric, None where it is missing or was not finite; raises TypeError for a list."""
+    """The metric; None if it is missing or was not finite. Raises TypeError for a list."""
     value = line.get(name)
     if isinstance(value, Sequence):
         raise TypeError(f'the metric {name!r} is {value!r}, where a number is expected')
@@ -103,7 +103,7 @@ def number(line: Line, name: str) -> float | None:
 
 
 def counts(line: Line, name: str) -> Sequence[float]:
-    """The metric that is a list of counts; empty where it is missing. Raises TypeError for a number."""
+    """The metric that is a list of counts; () if it is missing. Raises TypeError for a number."""
     value = line.get(name)
     if value is None:
         return ()
@@ -118,7 +118,7 @@ def counts(line: Line, name: str) -> Sequence[float]:
 
 
 class TensorBoardWriter:
-    """One event file, made at the first value.
+    """One event file of TensorBoard; MetricsWriter opens it at the first value.
 
     Args:
       purge_step: TensorBoard ignores values at this step and later in earlier files of the directory; None = keeps all.
@@ -144,7 +144,7 @@ class TensorBoardWriter:
             raise self._named(error) from None
 
     def write(self, step: int, values: Line) -> None:
-        """Numbers of one update; lists of counts by age 0, 1, ... as histograms. Raises OSError that names the file."""
+        """Writes an update's numbers; counts by age 0, 1, ... as histograms. Raises OSError that names the file."""
         try:
             for name, value in values.items():
                 if (summary := self._summarize(name, value)) is not None:
@@ -154,7 +154,7 @@ class TensorBoardWriter:
             raise self._named(error) from None
 
     def close(self) -> None:
-        """Raises OSError where the rest cannot be written; the file is closed then as well."""
+        """Closes the file. Raises OSError if the rest cannot be written; the file is closed even then."""
         try:
             self._writer.close()
         except OSError as error:
@@ -181,7 +181,7 @@ FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
 Metric = TypeVar('Metric', bound=Value)
 _LARGEST_COUNT = 1 << 63  # of tokens
-_NUMBER = (int, float, type(None))  # null where it was not finite
+_NUMBER = (int, float, type(None))  # null if it was not finite
 
 
 class MetricsError(ValueError):
@@ -189,7 +189,7 @@ class MetricsError(ValueError):
 
 
 def merge(**producers: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The metrics of all producers, by the producers' names; raises MetricsError where two produce one metric."""
+    """Merges the metrics of producers, which are keyed by name; raises MetricsError if two produce the same metric."""
     values: dict[str, Metric] = {}
     source: dict[str, str] = {}
     for producer, metrics in producers.items():
@@ -201,9 +201,9 @@ def merge(**producers: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 class MetricsWriter:
-    """One JSON object a line, flushed at once; numbers also go to TensorBoard, lists of counts as histograms.
+    """Writes one JSON object per line, flushed at once, and numbers and histograms to TensorBoard.
 
-    Metrics of an evaluation beside training are in TensorBoard at the version that they are of.
+    Metrics of an evaluation during training appear in TensorBoard at the evaluated version.
     """
 
     def __init__(self, workdir: pathlib.Path | str, tensorboard: bool):
@@ -218,7 +218,7 @@ class MetricsWriter:
         self._file = files.LineWriter(self._path)
 
     def write(self, step: int, metrics: Line) -> None:
-        """Append the metrics of one update; numbers that are not finite become null."""
+        """Appends the metrics of one update; numbers that are not finite become null."""
         values = {str(name): plain(value) for name, value in metrics.items() if name != STEP}
         self._file.write(json.dumps({STEP: int(step), **values}))
         if self._use_tensorboard:
@@ -227,9 +227,9 @@ class MetricsWriter:
             listener(step, values)
 
     def truncate(self, step: int) -> None:
-        """Remove every update after `step`; a resumed run makes them again.
+        """Removes every update after `step`; a resumed run makes them again.
 
-        Raises FileError where an update up to `step` is missing.
+        Raises FileError if an update up to `step` is missing.
         """
         self._file.close()
         kept = [line for line in read_metrics(self._path) if _step(line) <= step]
@@ -244,7 +244,7 @@ class MetricsWriter:
         self._purge_step = step + 1
 
     def sync(self) -> None:
-        """All lines until now are on the disk when this returns; from any thread."""
+        """Returns when all lines so far are on the disk; callable from any thread."""
         self._file.sync()
 
     def close(self) -> None:
@@ -267,10 +267,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: pathlib.Path | str) -> list[Line]:
-    """The lines of a metrics.jsonl as dicts; a torn last line is left out, no file is an empty list.
+    """Reads a metrics.jsonl as dicts; a torn last line is left out, and a missing file gives [].
 
-    Raises FileError for a line that is no JSON object, holds what is no metric, or does not follow the update of
-    the line before.
+    Raises FileError for a line that is not a JSON object, holds a value that is not a metric, or does not follow the
+    update of the previous line.
     """
     path = pathlib.Path(path)
     lines = cast(list[Line], read_json_lines(path))
@@ -291,7 +291,7 @@ def read_metrics(path: pathlib.Path | str) -> list[Line]:
 
 
 def _is_sound(name: str, value: object) -> bool:
-    """Numbers that are none are null in the file, and histograms hold counts."""
+    """Whether the value is finite or null, and a histogram holds only counts."""
     if isinstance(value, list) and name in HISTOGRAMS:
         return all(type(entry) in (int, float) and 0 <= entry < _LARGEST_COUNT for entry in value)
     return not isinstance(value, float) or math.isfinite(value)

@@ -2,7 +2,7 @@
 
 A name has the form `stage/quantity_unit`. A Metric is a string and can be used as a key directly. Counts are since the
 last update unless the description says otherwise. Each metric has one producer; `metrics.merge` refuses a second one.
-Trained tokens are the tokens in the loss; an update without any has no metrics of them.
+Trained tokens are the tokens in the loss; an update without trained tokens lacks the metrics on them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 
 def age_ranges(ages: np.ndarray) -> np.ndarray:
-    """int64, of the shape of `ages`: the number of the range of each age >= 0, from 0."""
+    """The number of each age's range, from 0: int64 in the shape of `ages`, which are >= 0."""
     return np.where(ages < 1, 0, 1 + np.ceil(np.log2(np.maximum(ages, 1)))).astype(np.int64)
 
 
 def range_label(number: int) -> str:
-    """'0', '1', '2', '3-4', '5-8', ... of the range with this number."""
+    """The label of range `number`: '0', '1', '2', '3-4', '5-8', ..."""
     if number < 3:
         return str(number)
     return f'{2 ** (number - 2) + 1}-{2 ** (number - 1)}'
@@ -55,12 +55,12 @@ AUDIT_DISAGREEMENTS = Metric(
     'whose second comparison contradicts the reward; absent where none was compared',
 )
 
-CODE = 'code/'  # prefix of what follows and, before a label, of the share of the scored answers; since the last update
+CODE = 'code/'  # prefix of the next three and, before a label, of its share of scored answers; since the last update
 CODE_CPU = Metric('code/cpu_s', 's', 'CPU seconds of the check of an answer of code, in the mean')
 CODE_WALL = Metric('code/wall_s', 's', 'wall seconds of such a check, in the mean')
 CODE_WAITING = Metric('code/waiting', 'answers', 'that waited for a worker when such an answer came, in the mean')
 
-FRICTION = 'friction/'  # prefix of what follows; with frictions only (section `friction`), of the batch
+FRICTION = 'friction/'  # prefix of the next four; only with frictions (section `friction`); of the batch
 FRICTION_ACTOR = Metric('friction/actor', 'answers', 'that a friction of the actor met')
 FRICTION_REWARD = Metric('friction/reward', 'answers', 'whose reward was drawn from the range of the batch')
 FRICTION_UNREWARDED = Metric('friction/unrewarded', 'answers', 'to prompts that never pay')
@@ -123,19 +123,19 @@ TOKENS_PREFILLED = Metric('tokens/prefilled', 'tokens', 'tokens of prompts prefi
 TOKENS_REBUILT = Metric(
     'tokens/rebuilt', 'tokens', 'tokens of interrupted or preempted answers, with their prompts, computed again'
 )
-# What became of the tokens of the batch, for telemetry/token_ledger.py: each a list of the tokens of age 0, 1, ...
+# The batch's tokens by fate, for telemetry/token_ledger.py: each metric is a list of the tokens of age 0, 1, ...
 TRAINED_BY_AGE = Metric('ledger/trained_by_age', 'tokens', 'list: in the loss of an optimizer step that was applied')
 FILTERED_BY_AGE = Metric('ledger/filtered_by_age', 'tokens', 'list: of groups that were left out for equal rewards')
 MASKED_BY_AGE = Metric('ledger/masked_by_age', 'tokens', 'list: kept out of the loss for their age')
 UNUSED_BY_AGE = Metric('ledger/unused_by_age', 'tokens', 'list: of minibatches none of whose steps was applied')
-LEDGER = 'ledger/'  # prefix; what follows is a fate (telemetry/token_ledger.py); tokens, since the start of the run
+LEDGER = 'ledger/'  # prefix; followed by a fate (telemetry/token_ledger.py); tokens, since the start of the run
 LEDGER_GENERATED = Metric(
     'ledger/generated', 'tokens', 'since the start of the run: the sum of ledger/trained, filtered, masked, ...'
 )
 TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'trained tokens, as update/trained_tokens')
 GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that the filter of equal rewards left')
-GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason; groups, since the start of the run
-# prefix; what follows is a control.gate.Bound; clock seconds since the last update in which it kept admission closed
+GROUPS_DROPPED = 'groups/dropped/'  # prefix; followed by the reason; groups, since the start of the run
+# prefix; followed by a control.gate.Bound; clock seconds since the last update in which it kept admission closed
 ADMISSION_HELD = 'admission/held_seconds/'
 IDLE_SLOTS = 'admission/idle_slot_seconds/'
 
@@ -174,7 +174,7 @@ AVERAGED_CLIENTS = Metric('average/clients', 'clients', 'clients in that mean')
 AVERAGE_SECONDS = Metric('average/seconds', 's', 'from sending that block to its mean, on the wall clock')
 
 EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, the one under way as a fraction')
-HELD_OUT = 'held_out/'  # prefix of what follows; see learning/objective: Objective.measure_held_out
+HELD_OUT = 'held_out/'  # prefix of the next metrics; see learning/objective: Objective.measure_held_out
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
 HELD_OUT_ACCURACY = Metric(
@@ -184,7 +184,7 @@ HELD_OUT_MARGIN = Metric('held_out/margin', 'nats', 'beta times by how much it i
 HELD_OUT_LOSS = Metric('held_out/preference_loss', 'nats', 'preference loss of these pairs')
 HELD_OUT_PAIRS = Metric('held_out/pairs', 'pairs', 'over which these are means')
 
-# of the evaluation beside training that ended last, in the row of the next update; TensorBoard has them at that version
+# of the last evaluation during training, in the row of the next update; TensorBoard has them at the evaluated version
 EVALUATION = 'evaluation/'  # prefix
 EVALUATION_VERSION = Metric('evaluation/version', 'updates', 'policy version that was evaluated beside training')
 GREEDY_ACCURACY = Metric('evaluation/greedy_accuracy', 'score', 'mean score of its greedy answers')
@@ -202,7 +202,7 @@ MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
-# with rollout.weights='int8' only, of the same tokens: learning/diagnostics/measurement.py
+# only with rollout.weights='int8'; over the same tokens: learning/diagnostics/measurement.py
 MISMATCH_KL = Metric('mismatch/kl', 'nats', 'KL of the quantized from the published policy, estimated as k - 1 - ln k')
 MISMATCH_SAMPLE_SIZE = Metric(
     'mismatch/effective_sample_size', 'share', '(Σw)²/(nΣw²) of w = published by quantized probability'
@@ -210,13 +210,13 @@ MISMATCH_SAMPLE_SIZE = Metric(
 MISMATCH_RATIO_SHARE = Metric(
     'mismatch/ratio_share', 'ratio', 'mean square of the mismatch by that of the log-ratio of all generated tokens'
 )
-MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean_abs
+MISMATCH_OF = 'mismatch/of/'  # prefix; followed by the engine and n or mean_abs
 MISMATCH_OF_TURN = (
-    'mismatch/turn/'  # prefix, with answers of several turns; what follows is 1, 2, ... and n or mean_abs
+    'mismatch/turn/'  # prefix, for answers of several turns; followed by the turn (1, 2, ...) and n or mean_abs
 )
 
-# prefix; what follows is a range of ages and tokens, effective_sample_size, clip_fraction or kl: as
-# the metrics loss/... of these names, of the trained tokens of these ages
+# prefix; followed by a range of ages and tokens, effective_sample_size, clip_fraction or kl: as
+# the metrics loss/... of these names, over the trained tokens of these ages
 BY_AGE = 'by_age/'
 
 RATIO = 'ratio/'  # prefix of the split of the importance ratio, learning/diagnostics/ratio_split.py; nats
@@ -231,11 +231,11 @@ RATIO_ERROR = Metric(
 )
 RATIO_SECONDS = Metric('ratio/seconds', 's', 'that the split took, on the wall clock')
 RATIO_SHARE = Metric('ratio/share', 'share', 'of the seconds of the update with the split')
-RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a part
-RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
-RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
+RATIO_OF_AGE = 'ratio/of_age/'  # prefix; followed by a range of ages and a part
+RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; followed by how many updates back (1: the last one), and a part
+RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; followed by the engine, and tokens, mismatch_mean or mismatch_rms
 
-# with telemetry.energy='auto', since the last update: telemetry/energy_meters.py; evaluations beside training are in
+# with telemetry.energy='auto', since the last update, evaluations during training included: telemetry/energy_meters.py
 ENERGY = Metric(
     'energy/joules', 'J', 'of all below that are joules, modelled ones in the middle; absent where devices are left out'
 )
@@ -257,14 +257,14 @@ ENERGY_IDLE_HIGH = Metric('energy/idle_joules_high', 'J', 'the same with the hig
 ENERGY_ACTIVITY = Metric(
     'energy/decode_activity', 'share', 'log of the rows decoded by log of 128, mean over the seconds of decoding'
 )
-ENERGY_SECONDS = 'energy/seconds/'  # prefix; what follows is train, prefill, decode or idle; seconds of devices
+ENERGY_SECONDS = 'energy/seconds/'  # prefix; followed by train, prefill, decode or idle; seconds of devices
 
-ROUTES = 'routes/'  # prefix of what learning/diagnostics/measurement.py measures, of a model with experts
+ROUTES = 'routes/'  # prefix of metrics by learning/diagnostics/measurement.py, for a model with experts
 ROUTES_RECORDED = Metric('routes/recorded', 'share', 'of the trained tokens, those whose experts an engine recorded')
 ROUTE_PROMPTS = Metric(
     'routes/prompts_differ', 'answers', 'whose prompt reached other experts in the engine than that of the first answer'
 )
-ROUTES_OF_AGE = 'routes/of_age/'  # prefix; what follows is a range of ages, and tokens, sets_changed or tokens_changed
+ROUTES_OF_AGE = 'routes/of_age/'  # prefix; followed by a range of ages, and tokens, sets_changed or tokens_changed
 EXPERT_LOAD = Metric('experts/load', 'ratio', 'tokens of the fullest expert to the mean of its layer, over the layers')
 EXPERTS_DEAD = Metric('experts/dead', 'experts', 'of all layers, those that no token of the update reached')
 
@@ -284,7 +284,7 @@ PREFIXES = (
     'loss/',
     'train/',
     'update/',
-)  # the learner names what it measures under the last three
+)  # the last three are prefixes of the learner's own metrics
 
 
 def is_declared(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Progress on the terminal: one line per update, and what the program does before the first one."""
+"""Progress on the terminal: one line per update, and the parts of the work before the first update."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def format_number(value: float | None) -> str:
-    """Three significant digits, whole numbers and those above 100 without decimals; '-' for None."""
+    """Formats with three significant digits, whole numbers and values of 100 or more without decimals; '-' for None."""
     if value is None:
         return '-'
     return f'{value:.0f}' if float(value).is_integer() or abs(value) >= 100 else f'{value:.3g}'
 
 
 def format_percent(share: float | None) -> str:
-    """'47%'; '-' for None."""
+    """Formats as '47%'; '-' for None."""
     return '-' if share is None else f'{share:.0%}'
 
 
 def format_duration(seconds: float | None) -> str:
-    """'45s', '1m40s', '2h05m'; '-' for None."""
+    """Formats as '45s', '1m40s', '2h05m'; '-' for None or a value that is not finite."""
     if seconds is None or not math.isfinite(seconds):
         return '-'
     whole = max(0, round(seconds))
@@ -43,35 +43,35 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """'47.2 MB', '1.5 GB'."""
+    """Formats as '47.2 MB', '1.5 GB'."""
     return f'{size / 1e9:.4g} GB' if size >= 1e8 else f'{size / 1e6:.3g} MB'
 
 
 def format_gibibytes(size: int) -> str:
-    """'7.92 GiB'."""
+    """Formats as '7.92 GiB'."""
     return f'{size / 2**30:.2f} GiB'
 
 
-# A bar with the time left, at the bottom of a terminal. What is printed meanwhile appears above it.
+# A bar with the time left, at the bottom of a terminal. Text that is printed meanwhile appears above the bar.
 #
-# There is no bar in a pipe, a file, a notebook, a terminal without cursor movement (TERM=dumb), or where CI is set.
+# There is no bar in a pipe, a file, a notebook, a terminal without cursor movement (TERM=dumb), or if CI is set.
 
 
-_AFTER_S = 0.5  # a part that is shorter gets no bar, which would flash
+_AFTER_S = 0.5  # a shorter part gets no bar, which would flash
 _PER_SECOND = 8
 _MEGABYTE = 1e6
 
 
 def can_show_bar(stream: TextIO) -> bool:
-    """Whether a person looks at the stream, on a terminal that moves its cursor."""
+    """Whether the stream is an interactive terminal that can move its cursor."""
     return stream.isatty() and os.environ.get('TERM', 'dumb') != 'dumb' and not os.environ.get('CI')
 
 
 class Bar:
-    """Shows one part of the work after the other; where no bar can be shown, nothing.
+    """Shows the parts of the work one after the other; shows nothing if a bar is not possible.
 
-    The cursor stays visible, and rests on an empty line below the bar: a process may end at any moment, and the shell
-    goes on there.
+    The cursor stays visible, on an empty line below the bar: a process may end at any moment, and the shell continues
+    there.
     """
 
     def __init__(self, stream: TextIO | None = None):
@@ -82,18 +82,18 @@ class Bar:
         self._done, self._total, self._unit, self._counted = 0.0, 0.0, '', 0.0
 
     def begin(self, doing: str) -> None:
-        """The part that begins now, 'loading model.gguf', of which nothing is counted yet."""
+        """Begins a part, such as 'loading model.gguf', with nothing counted yet."""
         self._doing, self._began = doing.rstrip(':'), time.monotonic()
         self._done, self._total, self._unit = 0.0, 0.0, ''
         if self.is_possible and self._live is None:
             self._live = self._open()
 
     def count(self, done: float, total: float, unit: str) -> None:
-        """So much is done of the part: 5 of 11 'programs'."""
+        """Notes that `done` of `total` units of the part are done: 5 of 11 'programs'."""
         self._done, self._total, self._unit, self._counted = done, total, unit, time.monotonic()
 
     def count_bytes(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are read or written."""
+        """Notes that `done` of `total` bytes are read or written."""
         self.count(done / _MEGABYTE, total / _MEGABYTE, 'MB')
 
     def end(self) -> None:
@@ -103,20 +103,20 @@ class Bar:
             live.stop()
 
     def _open(self) -> Live:
-        """Starts to draw, from a thread of its own."""
-        from rich.console import Console  # here: it takes a tenth of a second, which a pipe need not pay
+        """Starts to draw, from a separate thread."""
+        from rich.console import Console  # imported here: it takes 0.1 s, which a pipe need not pay
         from rich.live import Live
 
         class Terminal(Console):
             def show_cursor(self, show: bool = True) -> bool:
-                return True  # a process that ends at once could not bring it back
+                return True  # a killed process could not show it again
 
         live = Live(
             get_renderable=self._render,
             console=Terminal(file=self._stream),
             refresh_per_second=_PER_SECOND,
             transient=True,
-            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # else it belongs to a file
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # not if stderr is a file
         )
         live.start()
         return live
@@ -139,7 +139,7 @@ class Bar:
         return Group(row, Text(''))
 
     def describe(self, now: float) -> str:
-        """'5 of 11 programs, 1m40s left', or how long the part has taken where nothing of it is counted.
+        """'5 of 11 programs, 1m40s left', or the time spent on the part if nothing is counted.
 
         Args:
           now: a reading of time.monotonic().
@@ -161,20 +161,20 @@ EVERY_S = 5.0  # between two lines of the start
 
 
 class Progress:
-    """Prints a header and then a line per update; plain lines, so a file or a pipe reads as well as a terminal."""
+    """Prints a header and then one line per update; the lines are plain, so they suit a file or a pipe too."""
 
     def __init__(self, steps: int, stream: TextIO | None = None, first_step: int = 0, first_time: float = 0.0):
-        """`first_step` and `first_time`: update and clock seconds at which a resumed run goes on."""
+        """`first_step` and `first_time`: update and clock seconds at which a resumed run continues."""
         self._steps, self._stream = steps, stream
         self._first_step, self._first_time = first_step, first_time
         self._has_header = False
 
     def restart(self, time: float) -> None:
-        """Estimate the time left from this clock time on, so that an evaluation before it does not count."""
+        """Bases estimates of the time left on the time since `time`, so that an evaluation before it does not count."""
         self._first_time = time
 
     def update(self, step: int, metrics: Line) -> None:
-        """Print the line of one update."""
+        """Prints the line of one update."""
         if not self._has_header:
             self._print(HEADER)
             self._has_header = True
@@ -187,7 +187,7 @@ class Progress:
 
 
 class StartProgress:
-    """Prints what a run does before and after its updates: a line as each part begins, then one every few seconds.
+    """Prints the parts of a run before and after its updates: a line as each part begins, then one every few seconds.
 
     On a terminal a bar takes the place of the repeated lines. A thread prints, because a single step may take minutes.
     `end` stops the thread, `begin` starts it again.
@@ -200,22 +200,22 @@ class StartProgress:
         every_s: float = EVERY_S,
         check: Callable[[], None] = lambda: None,
     ):
-        """The start of one run.
+        """Makes the progress of the start of one run.
 
         Args:
-          shown: telemetry.progress; without it nothing is printed.
-          check: called before each part and each program; what it raises ends the start there.
+          shown: telemetry.progress; if False, nothing is printed.
+          check: called before each part and each program; its exceptions end the start there.
         """
         self._check = check
         self._shown, self._stream, self._every_s = shown, stream, every_s
         self._bar = Bar(stream)
         self._doing, self._detail, self._began = '', '', 0.0
-        self._programs: dict[str, tuple[int, int]] = {}  # done and total, by what they are of
+        self._programs: dict[str, tuple[int, int]] = {}  # (done, total) by `of`
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, doing: str) -> None:
-        """The part that begins now, for example 'loading model.gguf'."""
+        """Begins a part, for example 'loading model.gguf'."""
         self._check()
         self._doing, self._detail, self._began = doing, '', time.monotonic()
         self._programs.clear()
@@ -230,13 +230,13 @@ class StartProgress:
             self._thread.start()
 
     def begin_silently(self, doing: str) -> None:
-        """A part of which only a terminal is told, by a bar."""
+        """Begins a part that only a terminal shows, by a bar."""
         self.end()
         if self._shown:
             self._bar.begin(doing)
 
     def count_programs(self, done: int, total: int, of: str = '') -> None:
-        """`done` of `total` programs are compiled; threads that compile side by side say what theirs are `of`."""
+        """Notes that `done` of `total` programs are compiled; `of` names the group of programs of a parallel thread."""
         self._check()
         self._programs[of] = done, total
         done, total = (sum(numbers) for numbers in zip(*self._programs.copy().values(), strict=True))
@@ -244,17 +244,17 @@ class StartProgress:
         self._bar.count(done, total, 'programs')
 
     def count_answers(self, done: int, total: int) -> None:
-        """`done` of `total` answers are scored."""
+        """Notes that `done` of `total` answers are scored."""
         left = (time.monotonic() - self._began) / done * (total - done)
         self._detail = f': {done} of {total} answers, {format_duration(left)} left'
         self._bar.count(done, total, 'answers')
 
     def count_bytes(self, done: int, total: int) -> None:
-        """`done` of `total` bytes of weights are read or written; the lines of a pipe do not say it."""
+        """Notes that `done` of `total` bytes of weights are read or written; only a bar shows it."""
         self._bar.count_bytes(done, total)
 
     def end(self) -> None:
-        """Nothing more is printed until `begin`."""
+        """Stops printing until `begin`."""
         self._bar.end()
         if self._thread is not None:
             self._ended.set()
@@ -271,7 +271,7 @@ class StartProgress:
 
 
 def format_line(step: int, steps: int, metrics: Line, left_seconds: float | None) -> str:
-    """One update in one line; `-` for a value that is missing or not finite."""
+    """Formats one update as one line; `-` for a value that is missing or not finite."""
     width = len(str(steps))
     skipped = describe_skipped_steps(metrics)
     parts = [
@@ -288,7 +288,7 @@ def format_line(step: int, steps: int, metrics: Line, left_seconds: float | None
 
 
 def describe_skipped_steps(metrics: Line) -> str:
-    """The part of a line on skipped optimizer steps; '' without any, so that it is seen where there are some."""
+    """The part of a line on skipped optimizer steps; '' without any, so that it is noticed when it appears."""
     skipped, applied = number(metrics, names.SKIPPED_STEPS) or 0, number(metrics, names.OPTIMIZER_STEPS) or 0
     return f'skipped {skipped:.0f} of {skipped + applied:.0f} steps (gradient not finite)' if skipped else ''
 

@@ -1,6 +1,6 @@
-"""Answers in a terminal: a table, a group with its texts, two answers beside each other, an answer by version. Pure.
+"""Answers in a terminal: a table, a group with its texts, two answers side by side, an answer by version.
 
-Texts come from a model: what is not printable is shown escaped, so that no answer moves the cursor or changes a title.
+Texts come from a model: unprintable characters are escaped, so that no answer moves the cursor or changes a title.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ EVALUATED = 'answers.jsonl'  # evaluation/results.py
 
 
 def read_rollouts(workdir: pathlib.Path) -> list[files.JsonObject]:
-    """The groups, in the order of updates and draws; those of an evaluation have update 0. [] where none are kept.
+    """Reads the groups in the order of the files; groups of an evaluation have update 0. [] if none are kept.
 
-    Raises FileError for a file that is not as its writer leaves it.
+    Raises FileError for a file that was edited or damaged.
     """
     records: list[files.JsonObject] = []
     for path in list_files(workdir / DIRECTORY):
         try:
             records += read_records(path)
-        except FileNotFoundError:  # the run has just dropped it
+        except FileNotFoundError:  # the run has just removed it
             continue
     return records or _read_evaluated(workdir / EVALUATED)
 
@@ -80,14 +80,14 @@ _LEAST_TEXT = 15  # characters of a text, however narrow the terminal
 
 
 class GivenAnswer(NamedTuple):
-    """An answer and the group that it is of, as the files have them."""
+    """An answer and its group, as in the files."""
 
     group: JsonObject
     answer: JsonObject
 
     @property
     def advantage(self) -> float | None:
-        """The mean over its tokens; None where it was not trained."""
+        """The mean over its tokens; None if it was not trained."""
         value = self.answer.get('advantage')
         known = [x for x in value if x is not None] if isinstance(value, list) else [] if value is None else [value]
         return statistics.fmean(known) if known else None
@@ -99,7 +99,7 @@ class GivenAnswer(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens behind the prompt; characters where the tokens were cut."""
+        """Number of tokens after the prompt; number of characters if the tokens were cut."""
         return len(self.answer['tokens'] if 'tokens' in self.answer else self.answer['text'])
 
 
@@ -115,7 +115,7 @@ ORDERS = tuple(order for name in _KEYS for order in (name, f'-{name}'))
 
 
 def select_groups(records: Sequence[JsonObject], update: int | None, draw: int | None) -> list[JsonObject]:
-    """Those of an update and of a draw, where these are given; raises UserError where none is kept."""
+    """The groups of `update` and `draw`, None = of all; raises UserError if no such group is kept."""
     updates = [record['update'] for record in records]
     if update is not None and update not in updates:
         raise UserError(
@@ -131,13 +131,13 @@ def select_groups(records: Sequence[JsonObject], update: int | None, draw: int |
 
 
 def sort_answers(groups: Sequence[JsonObject], order: str) -> list[GivenAnswer]:
-    """All answers of the groups; '-reward' = the lowest first. Equal ones stay in the order of the files."""
+    """Sorts all answers of the groups, the largest first; '-reward' = the lowest first. Ties keep the files' order."""
     answers = [GivenAnswer(group, answer) for group in groups for answer in group['answers']]
     return sorted(answers, key=_KEYS[order.removeprefix('-')], reverse=not order.startswith('-'))
 
 
 def render_table(answers: Sequence[GivenAnswer], width: int) -> str:
-    """A line for each answer."""
+    """Renders one line per answer."""
     return '\n'.join([_HEAD, *(_render_line(one, width) for one in answers)])
 
 
@@ -152,7 +152,7 @@ def _render_line(one: GivenAnswer, width: int) -> str:
 
 
 def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -> str:
-    """The prompt, what the verifier got of it, and the answers in full."""
+    """Renders the prompt, the problem as the verifier got it, and the answers in full."""
     fate = '' if group['trained'] else ', not trained' if group['update'] else ''
     update = f'update {group["update"]}, ' if group['update'] else ''
     lines = [f'{update}draw {group["draw"]} of {group.get("task") or "the task"}{fate}', '', 'prompt']
@@ -171,7 +171,7 @@ def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -
 
 
 def render_versions(group: JsonObject, answer: JsonObject, width: int) -> str:
-    """The answer in the spans of its policy versions, with mean log-probs of who sampled and of who was trained."""
+    """Renders the answer in spans of policy versions, with mean log-probs of the behavior and the trained policy."""
     lines = [_title(GivenAnswer(group, answer))]
     if 'versions' not in answer:
         return '\n'.join([*lines, *_indent(answer['text'], width)])
@@ -191,9 +191,9 @@ def render_versions(group: JsonObject, answer: JsonObject, width: int) -> str:
 
 
 def choose_contrast(groups: Sequence[JsonObject]) -> tuple[JsonObject, JsonObject, JsonObject]:
-    """(group, best, worst answer) of the group whose rewards differ most, the newest of equal ones.
+    """Returns (group, best, worst answer) of the group whose rewards differ most; of ties the newest.
 
-    Raises UserError where no group has two answers.
+    Raises UserError if no group has two scored answers.
     """
     pairs = [
         (group, max(scored, key=_reward), min(reversed(scored), key=_reward))
@@ -206,7 +206,7 @@ def choose_contrast(groups: Sequence[JsonObject]) -> tuple[JsonObject, JsonObjec
 
 
 def render_contrast(group: JsonObject, first: JsonObject, second: JsonObject, width: int) -> str:
-    """Two answers beside each other; a bar stands between lines that differ."""
+    """Renders two answers side by side; a bar separates lines that differ."""
     column = max(_LEAST_TEXT, (width - 3) // 2)
     titles = [[_title(GivenAnswer(group, answer), short=True)] for answer in (first, second)]
     left, right = (
@@ -249,17 +249,17 @@ def _count(number: int, noun: str) -> str:
 
 
 def name_of(answer: JsonObject) -> str:
-    """'3', '3.1' for another row of its episode, 'greedy' of an evaluation."""
+    """'3'; '3.1' for another row of its episode; 'greedy' in an evaluation."""
     return f'{answer["sample"]}.{answer["row"]}' if answer.get('row') else str(answer['sample'])
 
 
 def verdict_of(answer: JsonObject) -> str:
-    """'ok, stop': the label of its verdict, and how it ended."""
+    """'ok, stop': the label of its verdict and its finish reason."""
     return f'{answer["label"]}, {answer["finish"]}'
 
 
 def show_number(value: float | None) -> str:
-    """Three digits behind the point, '-' for none."""
+    """Formats with three decimals; '-' for None."""
     return '-' if value is None else f'{value:.3f}'
 
 
@@ -269,17 +269,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def escape(text: str, keep: str = '') -> str:
-    """The text without what a terminal would obey; a line break becomes \\n, where it is not in `keep`."""
+    """Escapes the characters that a terminal would obey, except those in `keep`; a line break becomes \\n."""
     return ''.join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def _width(text: str) -> int:
-    """Columns of a terminal."""
+    """The width of the text in columns of a terminal."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
 
 
 def cut_text(text: str, most: int) -> str:
-    """The text in at most so many columns, with '...' where it goes on."""
+    """Cuts the text to at most `most` columns, with '...' in place of the rest."""
     if _width(text) <= most:
         return text
     widths = itertools.accumulate(map(_width, text))
@@ -291,7 +291,7 @@ def _pad(text: str, column: int) -> str:
 
 
 def _wrap(text: str, column: int) -> list[str]:
-    """Lines of at most so many columns; every character of the text is there, line breaks apart."""
+    """Wraps the text into lines of at most `column` columns; drops line breaks and one space at each wrap."""
     return list(_wrapped(text, column))
 
 

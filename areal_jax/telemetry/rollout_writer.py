@@ -1,6 +1,6 @@
-"""Writes groups of every update into WORKDIR/rollouts, in a thread of its own and within a bound of bytes.
+"""Writes groups of every update into WORKDIR/rollouts, in a separate thread and within a bound of bytes.
 
-000001.jsonl, 000002.jsonl ...     one JSON object a line; each handed to the system at once
+000001.jsonl, 000002.jsonl ...     one JSON object per line; each line is handed to the system at once
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal_jax.telemetry.metrics import plain, read_json_lines, require_fields, 
 from areal_jax.types import NOT_GENERATED, TokenArrays, Trajectory, TrajectoryGroup
 
 Decode = Callable[[np.ndarray], str]
-_CONSTANT = ('ratio', 'weight')  # often one number for all tokens, which is written once
+_CONSTANT = ('ratio', 'weight')  # often equal for all tokens: then one number is written
 _BY_TOKEN = (
     'tokens', 'versions', 'ages', 'ends', 'behavior_logprobs', 'policy_logprobs', 'proximal_logprobs', 'ratio',
     'weight', 'clip', 'loss_mask', 'closed',
@@ -38,7 +38,7 @@ def describe_group(update: int, group: TrajectoryGroup, tokens: Sequence[TokenAr
     """The record of a group that update number `update` took.
 
     Args:
-      tokens: what the update knew of the tokens of each trajectory; empty for a group that it did not train.
+      tokens: the update's arrays on the tokens of each trajectory; empty for a group that it did not train.
     """
     known = tokens or [{}] * len(group.trajectories)
     prompt = group.trajectories[0].prompt
@@ -58,9 +58,9 @@ def describe_group(update: int, group: TrajectoryGroup, tokens: Sequence[TokenAr
 
 
 def write_record(record: JsonObject, most_bytes: int) -> str:
-    """The record as a line of at most so many bytes: one that is longer loses its lists by token, then parts of texts.
+    """The record as a line of at most `most_bytes` bytes.
 
-    'cut' then says so.
+    A longer record loses its lists by token, then parts of its texts; its key 'cut' says which.
     """
     line = json.dumps(record, separators=(',', ':'))
     if len(line) <= most_bytes:
@@ -94,7 +94,7 @@ def _describe_answer(
     return {
         'sample': row.sample,
         'row': row.row,
-        'reward': plain(float(row.reward)) if row.engine else None,  # an answer that was given has none
+        'reward': plain(float(row.reward)) if row.engine else None,  # a given answer has none
         'label': row.label if row.engine else 'given',
         'finish': row.finish_reason,
         'advantage': _join_equal(arrays['advantages']) if arrays and row.engine else None,
@@ -107,7 +107,7 @@ def _describe_answer(
 
 
 def _describe_sampling(update: int, row: Trajectory, text: str, decode: Decode) -> JsonObject:
-    """Who generated an answer, when, and under which versions."""
+    """The fields on an answer's generation: engine, times, versions, ages and behavior log-probs."""
     start = len(row.prompt.tokens)
     generated = row.loss_mask[start:]
     spans = [(version, len(list(same))) for version, same in itertools.groupby(row.policy_versions[start:].tolist())]
@@ -124,18 +124,18 @@ def _describe_sampling(update: int, row: Trajectory, text: str, decode: Decode) 
 
 
 def _find_ends(tokens: np.ndarray, counts: Sequence[int], text: str, decode: Decode) -> list[int]:
-    """Where in the text each span ends: a character of which only a part is decoded yet belongs to the next span."""
+    """The end of each span in the text; a character that is only partly decoded belongs to the next span."""
     ends = [_count_shared(decode(tokens[:end]), text) for end in itertools.accumulate(counts[:-1])]
     return [*ends, len(text)]
 
 
 def _count_shared(one: str, other: str) -> int:
-    """Characters at the beginning of both."""
+    """The length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _describe_tokens(arrays: TokenArrays, generated: np.ndarray) -> JsonObject:
-    """What the update knew, under the names of learning.diagnostics.trained_tokens."""
+    """The update's arrays on the tokens, under the names of learning.diagnostics.trained_tokens."""
     found: JsonObject = {}
     for name, values in arrays.items():
         if name == 'advantages':
@@ -159,12 +159,12 @@ def _align(values: Iterable[object], generated: np.ndarray, blank: object = None
 
 
 def _shorten(values: np.ndarray) -> list[float | None]:
-    """The numbers with as few digits as give the same float32 again; None for what is no number."""
+    """The numbers with the fewest digits that give the same float32 again; None for one that is not finite."""
     return [plain(float(str(value))) for value in values]
 
 
 def _join_equal(values: np.ndarray) -> float | list[float | None] | None:
-    """One number where all are equal."""
+    """A single number if all are equal, else the list."""
     if len(values) and (values == values[0]).all():
         return _shorten(values[:1])[0]
     return _shorten(values)
@@ -173,13 +173,13 @@ def _join_equal(values: np.ndarray) -> float | list[float | None] | None:
 DIRECTORY = 'rollouts'
 ALL = 'all'
 MOST_BYTES = 64 << 20  # of all files
-_FILES = 16  # that the bound is shared out to
-_MOST_WAITING = 8  # updates; the learner waits for the ninth
-_END_S = 20.0  # the end of the run waits so long for the thread
+_FILES = 16  # number of files that share the bound
+_MOST_WAITING = 8  # updates in the queue; the learner waits before it adds a ninth
+_END_S = 20.0  # longest wait of the end of the run for the thread
 
 
 class RolloutFacts(TypedDict):
-    """What one attempt wrote; for the report."""
+    """Counts of one attempt's writes; for the report."""
 
     groups: int
     bytes: int
@@ -194,16 +194,16 @@ class _Batch(TypedDict):
 
 
 class RolloutWriter:
-    """Keeps the groups with the lowest draws of each update, whether they were trained or filtered.
+    """Keeps the groups with the lowest draws of each update, whether trained or filtered.
 
-    At the bound, files are dropped: the second one, then the next, so that the first answers stay beside the newest.
-    What cannot be written is said once, and the run goes on.
+    At the bound, files are removed: the second one, then the next, so that the first and the newest answers stay. The
+    first failure to write is printed, and nothing more is written; the run continues.
 
     Args:
-      workdir: of the run.
-      decode: token ids to text.
-      kept: `telemetry.rollouts`, groups of an update or 'all'.
-      most_bytes: of all files.
+      workdir: the run's.
+      decode: turns token ids into text.
+      kept: `telemetry.rollouts`, groups per update or 'all'.
+      most_bytes: bound of all files together.
     """
 
     def __init__(self, workdir: pathlib.Path, decode: Decode, kept: str, most_bytes: int = MOST_BYTES):
@@ -217,7 +217,7 @@ class RolloutWriter:
         self._facts: RolloutFacts = {'groups': 0, 'bytes': 0, 'cpu_seconds': 0.0, 'first_error': ''}
 
     def start(self, update: int) -> None:
-        """Removes what was written after this update, which a resumed run makes again, and starts the thread."""
+        """Removes the records after this update, which a resumed run makes again, and starts the thread."""
         if update == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -228,27 +228,27 @@ class RolloutWriter:
         self._thread.start()
 
     def select(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Those of an update that are kept."""
+        """The groups of an update to keep."""
         lowest = sorted(groups, key=lambda group: group.draw)
         return lowest if math.isinf(self._kept) else lowest[: int(self._kept)]
 
     def put(self, update: int, groups: Sequence[TrajectoryGroup], tokens: Sequence[Sequence[TokenArrays]]) -> None:
-        """Hands over groups of an update; waits only where several updates are not written yet."""
+        """Hands over groups of an update; waits only if several updates are not written yet."""
         self._waiting.put({'update': update, 'groups': groups, 'tokens': tokens})
 
     def sync(self) -> None:
-        """What was handed over is on the disk when this returns, but for a thread that hangs; from any thread."""
+        """Returns when all handed-over groups are on the disk, or after _END_S; callable from any thread."""
         if self._thread.is_alive():
             written = threading.Event()
             self._waiting.put(written)
             written.wait(_END_S)
 
     def facts(self) -> RolloutFacts:
-        """Of what is written."""
+        """The counts of the writes so far."""
         return {**self._facts, 'bytes': sum(self._sizes.values())}
 
     def close(self) -> None:
-        """Waits for what was handed over. Nothing the second time."""
+        """Waits at most _END_S until all handed-over groups are written. A second call does nothing."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join(_END_S)
@@ -262,7 +262,7 @@ class RolloutWriter:
                     item.set()
                 elif not self._facts['first_error']:
                     self._write_batch(item)
-            except Exception as error:  # nothing of the run depends on it
+            except Exception as error:  # the run does not depend on it
                 self._note_failure(error)
                 if isinstance(item, threading.Event):
                     item.set()
@@ -308,14 +308,14 @@ class RolloutWriter:
 
 
 def list_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """In the order in which they were written."""
+    """The files in the order in which they were written."""
     return sorted(path for path in directory.glob('*.jsonl') if path.stem.isdigit())
 
 
 def read_records(path: pathlib.Path) -> list[files.JsonObject]:
-    """The groups in a file; a last line that its writer's death has cut off is left out, no file has none.
+    """Reads the groups in a file; a torn last line is left out, and a missing file gives [].
 
-    Raises FileError for a line that is no such group.
+    Raises FileError for a line that is not such a group.
     """
     records = read_json_lines(path)
     for number, record in enumerate(records, start=1):

@@ -1,20 +1,20 @@
 """The token ledger: every token that an engine generated for training has exactly one fate.
 
-Fed by the event log (what was generated, what became of each draw) and by the learner's metrics of each update (what
-became of the tokens of its batch). app/run/observer.py keeps one while the run runs, report/ makes one from the files.
-Work is per event, and per version of an answer: never per token.
+Fed by the event log (generated tokens, fates of draws) and by the learner's metrics of each update (fates of the
+batch's tokens). app/run/observer.py keeps a ledger during the run, report/ makes one from the files. Its work is per
+event and per version of an answer, never per token.
 
     generated = trained + filtered + masked + unused + Σ dropped(reason) + unfinished
 
     trained     in the loss of an optimizer step that was applied
     filtered    of a group that its batch left out for equal rewards
     masked      kept out of the loss for their age
-    unused      in the loss of a minibatch none of whose steps was applied, because the gradient was not finite
+    unused      in the loss of a minibatch without an applied step, because the gradient was not finite
     dropped     of a group or an answer that left the loop, with the reason of its drop
-    unfinished  none of these yet: being generated, verified, buffered, or in a batch that is not published
+    unfinished  no fate yet: being generated, verified, buffered, or in a batch that is not published
 
-Tokens that are computed again after an interruption are not generated again: the engines log those as rebuilt. Answers
-of evaluations are outside.
+Tokens that are recomputed after an interruption are not generated again: the engines log them as rebuilt. Answers of
+evaluations do not count.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ IN_BATCH: Mapping[str, names.Metric] = {  # fate of a token that reached a batch
     'masked': names.MASKED_BY_AGE,
     'unused': names.UNUSED_BY_AGE,
 }
-DROPPED = 'dropped/'  # prefix of a fate; what follows is the reason
+DROPPED = 'dropped/'  # prefix of a fate; followed by the reason
 UNFINISHED = 'unfinished'
-GIVEN_UP = f'{DROPPED}given_up'  # by a pool of servers: received, and generated anew elsewhere
-UNVERSIONED = -2  # in place of a policy version: servers do not say in `receive` which versions they answered with
+GIVEN_UP = f'{DROPPED}given_up'  # received from a server, then given up by the pool and generated again elsewhere
+UNVERSIONED = -2  # in place of a policy version: `receive` of a server does not tell the versions
 UNKNOWN_AGE = -1  # of tokens without a version
-FIRST_VERSION = 6  # of the event log, with the lengths of segments
-_PROBE_DRAW = 2**31 - 1  # of requests that the pool of servers probes engines with: no draw of a run is that high
-# reason of a finish without an answer -> of the drop
+FIRST_VERSION = 6  # of the event log; since then it has the lengths of segments
+_PROBE_DRAW = 2**31 - 1  # of probes by the pool of servers: no draw of a run is that high
+# reason of a finish without an answer -> reason of the drop
 _LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost', **{label: label for label in UNSCORED}}
 
 
@@ -79,16 +79,16 @@ class _Group:
 
     answers: dict[int, Counts] = dataclasses.field(
         default_factory=dict
-    )  # of those that ended: sample -> tokens by policy version
+    )  # answers that ended: sample -> tokens by policy version
     failed: dict[int, str] = dataclasses.field(default_factory=dict)  # sample -> reason of the drop
-    received: Counts = dataclasses.field(default_factory=collections.Counter)  # of the others, from servers, by sample
+    received: Counts = dataclasses.field(default_factory=collections.Counter)  # of open answers of servers, by sample
 
 
 class TokenLedger:
-    """Tokens by fate and age, event by event. The age of a token is that at which its fate was decided.
+    """Counts tokens by fate and age, event by event. A token's age is its age when its fate was decided.
 
     Args:
-      by_version: whether `versions` is kept, whose size grows with the run.
+      by_version: whether to keep `versions`, which grows with the run.
     """
 
     def __init__(self, *, by_version: bool = False):
@@ -96,7 +96,7 @@ class TokenLedger:
         self.fates: dict[str, Counts] = {}  # fate -> tokens by age
         self.versions: dict[str, Counts] | None = {} if by_version else None  # fate -> tokens by policy version
         self.violations: list[str] = []
-        self._open: Counts = collections.Counter()  # generated, and without a fate: by policy version
+        self._open: Counts = collections.Counter()  # generated tokens without a fate, by policy version
         self._groups: dict[int, _Group] = {}  # by draw
         self._batches: dict[int, list[int]] = {}  # update -> draws
         self._trained_version = 0  # updates that the learner has made
@@ -111,17 +111,17 @@ class TokenLedger:
         return sum(self._open.values())
 
     def tokens(self, fate: str) -> int:
-        """Tokens that have met this fate."""
+        """The number of tokens that have met this fate."""
         return sum(self.fates.get(fate, {}).values())
 
     def apply(self, event: Event) -> None:
-        """One event of the log, in its order."""
+        """Takes the next event of the log."""
         if event['kind'] == 'evaluate':
             self._evaluating = event['mode'] == 'start'
         elif self._evaluating:
             return
         elif event['kind'] == 'decode':
-            if self._from_servers:  # in the log of the engine's own process; here `receive` counts
+            if self._from_servers:  # of a server; its tokens count at `receive`
                 return
             self._generate(event['version'], event['tokens'])
             self._decide(f'{DROPPED}cancelled', {event['version']: event.get('discarded', 0)}, self._trained_version)
@@ -146,8 +146,8 @@ class TokenLedger:
             self._trained_version += 1
 
     def note_update(self, update: int, metrics: Line) -> None:
-        """The metrics of a published update: what became of the tokens of its batch."""
-        version = update - 1  # at which the batch was formed: age 0
+        """Takes the metrics of a published update, which have the fates of its batch's tokens."""
+        version = update - 1  # when the batch was formed: its tokens have age 0
         consumed: Counts = collections.Counter()
         for draw in self._batches.pop(update, ()):
             consumed += _total(self._groups.pop(draw, _Group()))
@@ -172,12 +172,12 @@ class TokenLedger:
         """Raises LedgerError unless the tokens without a fate equal `rest`, by policy version.
 
         Args:
-          rest: tokens of all groups that the loop still has, when no engine decodes.
+          rest: tokens of all groups still in the loop, at an instant when no engine decodes.
         """
         if self.violations:
             raise LedgerError(f'the token ledger does not close: {self.violations[0]}')
         found, wanted = self._open_versions(), {version: n for version, n in rest.items() if n}
-        if self._from_servers:  # calls that are cut off have not said yet what they brought
+        if self._from_servers:  # cut-off calls have not reported their tokens yet
             found = {UNVERSIONED: self.unfinished} if self.unfinished and not wanted else wanted
         if found != wanted:
             raise LedgerError(
@@ -203,7 +203,7 @@ class TokenLedger:
         }
 
     def restore(self, state: LedgerState) -> None:
-        """Goes on from a state; `versions` begin anew."""
+        """Continues from a state; `versions` starts empty."""
         self.generated, self._open = state['generated'], _as_counts(state['open'])
         self.fates = {fate: _as_counts(tokens) for fate, tokens in state['fates'].items()}
         self._groups = {int(draw): _read_group(group) for draw, group in state['groups'].items()}
@@ -216,7 +216,7 @@ class TokenLedger:
         self._open[version] += tokens
 
     def _receive(self, request: str, tokens: int) -> None:
-        """A call to a server ended. What the pool has lost or refused of it shows when the answer ends."""
+        """Counts the tokens of an ended call to a server. Tokens that the pool gave up show when the answer ends."""
         self._from_servers = True
         _, draw, sample, *_ = request.split('/')  # the row of an episode may follow
         if int(draw) == _PROBE_DRAW:
@@ -236,7 +236,7 @@ class TokenLedger:
             self._open[UNVERSIONED] -= tokens
 
     def _settle(self, event: FinishEvent, group: _Group, tokens: int) -> None:
-        """An answer of servers has so many tokens: more were received, or a call that brought some has not ended."""
+        """Settles an ended answer of servers: surplus tokens are given up; missing ones come from an open call."""
         surplus = group.received.pop(event['sample'], 0) - tokens
         self._give_up(max(surplus, 0))
         if surplus < 0:
@@ -266,7 +266,7 @@ class TokenLedger:
             self._groups.setdefault(event['draw'], _Group()).failed[event['sample']] = 'verifier_failed'
 
     def _drop_failed(self, draw: int) -> None:
-        """Those answers of a group that do not enter the buffer with it."""
+        """Drops the answers of a group that do not enter the buffer with it."""
         group = self._groups.get(draw, _Group())
         for sample, reason in group.failed.items():
             self._decide(f'{DROPPED}{reason}', group.answers.get(sample, {}), self._trained_version)
@@ -274,7 +274,7 @@ class TokenLedger:
         group.failed = {}
 
     def _decide(self, fate: str, tokens: Mapping[int, int], version: int) -> None:
-        """Tokens by policy version meet this fate while the weights are of `version`."""
+        """Gives tokens, by policy version, this fate while the weights are at `version`."""
         for born, count in tokens.items():
             if count:
                 self.fates.setdefault(fate, collections.Counter())[version - born] += count
@@ -288,12 +288,12 @@ class TokenLedger:
         return {version: tokens for version, tokens in self._open.items() if tokens}
 
     def _violate(self, sentence: str) -> None:
-        if not self.violations:  # one is enough to find the fault, and a run has many updates
+        if not self.violations:  # the first is enough to find the fault
             self.violations.append(sentence)
 
 
 def tell_fates(metrics: Sequence[Line]) -> bool:
-    """Whether these rows of metrics say what became of the tokens of their batches."""
+    """Whether these rows of metrics have the fates of their batches' tokens."""
     return all(name in line for line in metrics for name in IN_BATCH.values())
 
 

@@ -1,7 +1,7 @@
-"""Experiment trackers: what wandb, mlflow and trackio are told of a run.
+"""Experiment trackers: sends a run to wandb, mlflow or trackio.
 
-Each keeps its data on this machine where no account and no server is named: their own environment variables say
-where they send it. A run is found again by its token, so that a resumed run goes on in it.
+Each keeps its data on this machine unless an account or a server is set, by the library's environment variables. A
+run is found again by its token, so a resumed run continues in the same tracker run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4  # kinds; 3 is a part between
 
 
 def last_step_in(paths: Iterable[pathlib.Path]) -> int | None:
-    """The highest step in these files, -1 for none; None where this version of wandb does not say."""
+    """The highest step in these files, -1 for none; None if this version of wandb cannot be read."""
     try:
         record = importlib.import_module('wandb.proto.wandb_internal_pb2').Record
         steps = [-1]
@@ -42,16 +42,16 @@ def last_step_in(paths: Iterable[pathlib.Path]) -> int | None:
                 if found.WhichOneof('record_type') == 'history':
                     steps.append(found.history.step.num)
         return max(steps)
-    except Exception:  # an inner module of wandb, which may change
+    except Exception:  # a private module of wandb, which may change
         return None
 
 
 def read_records(content: bytes) -> Iterator[bytes]:
-    """The whole records of a file; one that was being written is left out."""
+    """Yields the complete records of a wandb file; a record that was being written is left out."""
     position, parts = _HEADER, b''
     while position + _PART.size <= len(content):
         left = _BLOCK - position % _BLOCK
-        if left < _PART.size:  # too few for a part: zeros
+        if left < _PART.size:  # too short for a part: padding
             position += left
             continue
         _, length, kind = _PART.unpack_from(content, position)
@@ -66,10 +66,10 @@ def read_records(content: bytes) -> Iterator[bytes]:
 
 Row = Mapping[str, float]
 Config = Mapping[str, object]  # nested by section
-_FINISH_S = 15.0  # for what wandb has not sent when the run ends; it stays on the disk for `wandb sync`
+_FINISH_S = 15.0  # to send the rest when the run ends; unsent data stay on the disk for `wandb sync`
 _TOKEN_TAG, _GROUP_TAG = 'areal_jax.token', 'areal_jax.group'
 _RENAMED: Mapping[str, str] = {names.TIME: 'time_s'}  # trackio keeps 'time' for itself
-_MOST_PARAMETERS, _MOST_PARAMETER = 100, 6000  # of mlflow: in a request, and characters of a value
+_MOST_PARAMETERS, _MOST_PARAMETER = 100, 6000  # of mlflow: parameters in a request, characters of a value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +86,16 @@ class TrackedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """Where the run is in the tracker, in words, and the last step that its store holds; None: it does not say."""
+    """The run's place in the tracker."""
 
-    place: str
-    last_step: int | None
+    place: str  # in words
+    last_step: int | None  # the last step in the tracker's store; None: unknown
 
 
 class Tracker(abc.ABC):
-    """One run in one library. The constructor imports the library, which raises what a broken installation raises.
+    """One run in one library. The constructor imports the library, so it may raise whatever the import raises.
 
-    The methods are called from one thread and raise whatever the library raises.
+    The methods are called from one thread and may raise whatever the library raises.
     """
 
     module: ClassVar[str]
@@ -106,29 +106,29 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, run: TrackedRun) -> Beginning:
-        """Makes the run, or goes on with the one of the same token."""
+        """Makes the run, or continues the run with the same token."""
 
     @abc.abstractmethod
     def log(self, step: int, row: Row) -> None: ...
 
     @abc.abstractmethod
     def end(self, state: str, summary: Row, pages: Sequence[pathlib.Path]) -> None:
-        """`state`: 'finished', 'stopped' or 'failed'; `summary` and `pages` are empty for the last two."""
+        """Ends the run as 'finished', or as 'stopped' or 'failed' with empty `summary` and `pages`."""
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases: online where it is logged in or WANDB_MODE says so, else offline in WORKDIR/wandb."""
+    """Weights & Biases: online if it is logged in or WANDB_MODE says so, else offline in WORKDIR/wandb."""
 
     module, project_variable = 'wandb', 'WANDB_PROJECT'
 
     def begin(self, run: TrackedRun) -> Beginning:
         mode = os.environ.get('WANDB_MODE')
-        if not mode:  # without a question to the user, and without the network
+        if not mode:  # without a prompt and without the network
             mode = 'online' if self._library.login(prompt=False, verify=False) else 'offline'
         self._run = self._library.init(
             project=run.project, id=run.token, name=os.environ.get('WANDB_NAME') or run.name, group=run.group or None,
             config=dict(run.config), dir=str(run.workdir), resume='allow', mode=mode,
-            reinit='create_new',  # not the run of a program that calls this one
+            reinit='create_new',  # not the run of a calling program
             settings=self._library.Settings(console='off', silent=True, finish_timeout=_FINISH_S),
         )  # fmt: skip
         self._run.define_metric(names.EVALUATION_VERSION)
@@ -146,7 +146,7 @@ class WandbTracker(Tracker):
     def end(self, state: str, summary: Row, pages: Sequence[pathlib.Path]) -> None:
         self._run.summary.update(dict(summary))
         for page in pages:
-            shutil.copy(page, self._run.dir)  # wandb sends what is there
+            shutil.copy(page, self._run.dir)  # wandb sends the files in this folder
         self._run.finish(exit_code=0 if state == 'finished' else 1)
 
 
@@ -194,19 +194,19 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id, self._status[state])
 
     def _find_last_step(self) -> int:
-        """Every update has a time; the evaluation before training, step 0, has none."""
+        """The last logged step, -1 for none. Updates have a time; the evaluation before training, step 0, does not."""
         found = [self._client.get_metric_history(self._id, name) for name in (names.TIME, names.EVALUATION_VERSION)]
         return max((metric.step for history in found for metric in history), default=-1)
 
     def _note_changes(self, before: Mapping[str, str], values: Mapping[str, str]) -> None:
-        """A parameter cannot be changed, so that what a resume changes is a tag."""
+        """Notes changes by a resume as tags, because mlflow parameters cannot be changed."""
         for name, value in values.items():
             if before.get(name, value) != value:
                 self._client.set_tag(self._id, f'resumed.{name}', value)
 
 
 class TrackioTracker(Tracker):
-    """trackio: below TRACKIO_DIR, else its own default in the home directory; or the Space of TRACKIO_SPACE_ID."""
+    """trackio: below TRACKIO_DIR, else its default in the home directory; or the Space of TRACKIO_SPACE_ID."""
 
     module, project_variable = 'trackio', 'TRACKIO_PROJECT'
 
@@ -240,7 +240,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 
 def _by_version(step: int, row: Row) -> Iterator[tuple[int, Row]]:
-    """The row of an update, and of an evaluation in it those metrics at the version that they are of."""
+    """Yields the row of an update and, if it holds an evaluation, the evaluation's metrics at their version."""
     evaluation = {name: value for name, value in row.items() if name.startswith(names.EVALUATION)}
     if rest := {name: value for name, value in row.items() if name not in evaluation}:
         yield step, rest
@@ -249,11 +249,11 @@ def _by_version(step: int, row: Row) -> Iterator[tuple[int, Row]]:
 
 
 def _allowed_name(name: str) -> str:
-    """As mlflow allows it: letters, digits, and _ - . : / and blanks."""
+    """The name with characters that mlflow allows: letters, digits, and _ - . : / and blanks; others become _."""
     return re.sub(r'[^\w\-.:/ ]', '_', name)
 
 
-# Feeds a tracker with a run: config, rows, evaluations, end. Whatever it does, the run goes on.
+# Feeds a tracker with a run: config, rows, evaluations, end. Its failures never stop the run.
 #
 # Rows are sent in a thread, as in telemetry.hook. WORKDIR/tracker.json keeps the token by which a resumed run finds
 # itself in the tracker, and the last step sent.
@@ -261,21 +261,21 @@ def _allowed_name(name: str) -> str:
 
 FIELD = 'telemetry.tracker'
 FILE = 'tracker.json'  # in the workdir
-NOTHING_SENT = -1  # below the step of the evaluation before training, which is 0
+NOTHING_SENT = -1  # less than 0, the step of the evaluation before training
 _FIX = 'remove it: the run then begins anew in the tracker'
-_MOST_ATTEMPTS = 3  # for a row, before it is given up: it may be the row that the tracker refuses
+_MOST_ATTEMPTS = 3  # per row; then it is given up: the tracker may refuse this row
 
 
 def read_token(workdir: pathlib.Path, kind: str, project: str) -> str:
-    """The token of the run in this tracker and project, '' where it is not in it yet; raises FileError."""
+    """The token of the run in this tracker and project, '' if it is not there yet; raises FileError."""
     return str(read_progress(workdir / FILE, {'tracker': kind, 'project': project}, _FIX).get('token', ''))
 
 
 class TrackerFeed(RowThread):
     """Sends one row after another, each once; first the rows of an earlier attempt that the tracker lacks.
 
-    A row that the tracker does not take waits for the next one, so that a tracker out of reach for a while misses
-    none. What it has not taken when the run ends is counted, and a resumed run sends it.
+    A row that cannot be sent is retried with the next one, so a tracker out of reach for a while misses no row unless
+    _MOST_ATTEMPTS of it fail. Rows not sent when the run ends are counted, and a resumed run sends them.
     """
 
     def __init__(self, tracker: Tracker, kind: str, run: TrackedRun):
@@ -292,7 +292,7 @@ class TrackerFeed(RowThread):
         return {**super().facts(), 'failed': self._failed + len(self._pending)}
 
     def stop(self) -> None:
-        """Ends the run in the tracker as stopped: `--resume` goes on with it."""
+        """Ends the run in the tracker as stopped: `--resume` continues it."""
         self._ending = ('stopped', 0, {}, {}, ())
         self.close()
 
@@ -301,9 +301,9 @@ class TrackerFeed(RowThread):
 
         Args:
           step: the last update.
-          scores: of the evaluation after training; may be empty.
+          scores: scores of the evaluation after training; may be empty.
           summary: the headline of the report.
-          pages: the report itself; those that exist are sent.
+          pages: paths of the report; existing files are sent.
         """
         self._ending = ('finished', step, scores, summary, [page for page in pages if page.exists()])
         self.close()

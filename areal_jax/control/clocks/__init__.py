@@ -1,1 +1,1 @@
-"""Clocks: every wait of the host side goes through one (run, wait, call, now), which orders all completions."""
+"""Clocks: every wait on the host goes through a clock (run, wait, call, now), which orders all completions."""

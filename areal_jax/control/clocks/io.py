@@ -1,8 +1,8 @@
-"""The I/O loop of a clock: an ordinary asyncio event loop in a thread of its own.
+"""The I/O loop of a clock: an ordinary asyncio event loop in a separate thread.
 
-Any asyncio library works here unchanged, its timers included, and independently of how long the host's loop or a lane
-is busy. The thread starts with the first call. All calls share the loop, so they can share connections, locks and
-queues of asyncio.
+Any asyncio library works here unchanged, including its timers, even while the host's loop or a lane is busy. The
+thread starts with the first call. All calls share the loop, so they can share connections, locks and queues of
+asyncio.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import selectors
 import threading
 from collections.abc import Awaitable, Callable
 
-_CANCELLATION_S = 0.2  # for a call to end once its deadline has cancelled it; then its caller is told anyway
-_HOLD_UP_S = 0.05  # a deadline that fires later than this was held up, and so was a reply that has come
+_CANCELLATION_S = 0.2  # for a call to end after its deadline has cancelled it; then its caller is told anyway
+_HOLD_UP_S = 0.05  # a deadline that fires later than this was held up, and a received reply may be too
 END_S = 2.0  # for all tasks of the loop to end when it closes; they are cancelled every _RETRY_S
 _RETRY_S = 0.1
 TRANSPORTS_S = 1.0  # for connections that the tasks closed at their end: unsent data goes out first
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 class IoCall:
     """One call on the I/O loop: `fn` is called and awaited there.
 
-    `result`, `error` and `is_late` are valid once `has_ended`; `on_end` is then called on the I/O thread.
+    `result`, `error` and `is_late` are valid once `has_ended` is set; then `on_end` is called on the I/O thread.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class IoCall:
         loop.call_soon_threadsafe(self._begin)
 
     def cancel(self) -> None:
-        """Cancel the coroutine, if it has not ended; from any thread, returns at once."""
+        """Cancels the coroutine if it has not ended; returns at once; callable from any thread."""
         if not self.has_ended:
-            with contextlib.suppress(RuntimeError):  # the loop has closed, and has ended its coroutines before
+            with contextlib.suppress(RuntimeError):  # the loop has ended its coroutines and closed
                 self._loop.call_soon_threadsafe(self._cancel)
 
     # On the I/O thread.
@@ -73,7 +73,7 @@ class IoCall:
                     'function that is passed to clock.call'
                 )
             self.result = await awaitable
-        except BaseException as error:  # also SystemExit, which would end the I/O loop: it is raised at the caller
+        except BaseException as error:  # also SystemExit, which would end the I/O loop: the caller raises it
             self.error = error
 
     def _cancel(self) -> None:
@@ -86,7 +86,7 @@ class IoCall:
         if self._task.done():
             return
         if self._loop.time() - self._due_s > _HOLD_UP_S and not self._was_held_up:
-            self._was_held_up = True  # what came while the loop could not run is handled first
+            self._was_held_up = True  # first handle what arrived while the loop was held up
             self._timer = self._loop.call_later(_HOLD_UP_S, self._expire)
             return
         self.is_late = True
@@ -121,7 +121,7 @@ class IoLoop:
     def start(
         self, name: str, fn: Callable[[], Awaitable[object]], deadline_s: float, on_end: Callable[[], None]
     ) -> IoCall:
-        """Start one call; its errors contain `name`. See IoCall."""
+        """Starts one call; its errors contain `name`. See IoCall."""
         if self._loop is None:
             selector = selectors.DefaultSelector()
             self._loop = asyncio.SelectorEventLoop(selector)
@@ -130,7 +130,7 @@ class IoLoop:
         return IoCall(self._loop, name, fn, deadline_s, on_end)
 
     def close(self) -> None:
-        """Cancel every task of the loop, wait until all have ended (for a few seconds at most), end the thread."""
+        """Cancels every task of the loop, waits until all have ended (at most a few seconds), and ends the thread."""
         if self._loop is None or self._thread is None:
             return
         with contextlib.suppress(RuntimeError):  # closed already
@@ -145,7 +145,7 @@ class IoLoop:
             while not main.done():
                 try:
                     loop.run_until_complete(main)
-                except (KeyboardInterrupt, SystemExit):  # of a task beside the calls; asyncio lets these two through
+                except (KeyboardInterrupt, SystemExit):  # of a task that is not a call; asyncio lets these two through
                     _log.exception('a task on the I/O loop raised; the loop goes on')
         finally:
             loop.close()
@@ -173,7 +173,7 @@ async def _end_tasks() -> None:
 
 async def _end_transports(selector: selectors.BaseSelector) -> None:
     loop = asyncio.get_running_loop()
-    await asyncio.sleep(0)  # a transport that was closed gives its socket up in the next turn
+    await asyncio.sleep(0)  # a closed transport releases its socket in the next iteration
     end_s = loop.time() + TRANSPORTS_S
     while (n_open := len(selector.get_map()) - 1) and loop.time() < end_s:  # one entry is the loop's own wake-up
         await asyncio.sleep(0.005)

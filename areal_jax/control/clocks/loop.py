@@ -1,9 +1,9 @@
-"""What all clocks share: lanes, named waits, calls, and completions that enter one at a time when the loop is idle.
+"""The common part of all clocks: lanes, named waits, calls, and completions, released one at a time to an idle loop.
 
 asyncio asks its selector to block only when no callback is ready. At that moment the clock releases one completion and
 returns, so the program handles one completion, runs until nothing is ready, and only then gets the next. This loop, the
-host's, has no asyncio timers (equal timers are not first in, first out), so the order of completions alone decides what
-the program does. I/O runs on a loop of its own (io.py), and its outcome enters as a completion like any other.
+host's, has no asyncio timers (equal timers are not first in, first out), so only the order of completions determines
+the program's actions. I/O runs on a separate loop (io.py), and its outcome enters as a completion like any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Interval:
     work: Work
     number: int  # of the request, for the event log
     fn: Callable[[], Any]  # work: returns the result; a call: returns an awaitable of it
-    future: asyncio.Future[Any]  # what the coroutine that asked for it awaits
+    future: asyncio.Future[Any]  # awaited by the coroutine that asked for the interval
     deadline_s: float | None = None  # of a call, in wall seconds from its start; None: blocking work
     call: IoCall | None = None  # set when a call starts
     started_s: float = 0.0  # clock seconds
@@ -53,7 +53,7 @@ class Interval:
         return f'{"call" if self.is_call else "work"} {self.work.kind!r} on lane {self.lane!r}'
 
     def take_outcome(self) -> None:
-        """Copy result or error of a call that has ended."""
+        """Copies result or error of a call that has ended."""
         assert self.call is not None
         self.result, self.error = self.call.result, self.call.error
         if self.call.is_late:
@@ -64,7 +64,7 @@ class Interval:
         return TimeoutError(f'{self.describe()} exceeded its deadline of {self.deadline_s} s')
 
     def deliver(self) -> None:
-        """Give result or error to the coroutine that waits, unless it was cancelled."""
+        """Gives result or error to the waiting coroutine, unless it was cancelled."""
         if self.future.done():
             return
         if isinstance(self.error, StopIteration):  # a future cannot carry it (PEP 479)
@@ -86,7 +86,7 @@ class Lane:
         self.queue: collections.deque[Interval] = collections.deque()
 
     def next_interval(self) -> Interval | None:
-        """The next interval to begin; None while all places are taken or nothing is queued."""
+        """Takes the next interval to begin; None while the lane is full or nothing is queued."""
         while self.queue and self.n_busy < self.width:
             interval = self.queue.popleft()
             if not interval.future.cancelled():
@@ -95,16 +95,16 @@ class Lane:
         return None
 
 
-# Where other threads put items for the program: each enters in its turn among the completions of the clock.
+# Inboxes: other threads put items for the program, and each item enters in its turn among the clock's completions.
 #
-# `LoopClock.inbox` makes one. A server's thread of HTTP puts its requests here.
+# `LoopClock.inbox` makes one. A server's HTTP thread puts its requests here.
 
 
 Item = TypeVar('Item')
 
 
 class Inbox(Generic[Item]):
-    """First in, first out; any number of threads put, one coroutine takes."""
+    """A FIFO queue: any number of threads put, one coroutine takes."""
 
     def __init__(
         self,
@@ -112,16 +112,16 @@ class Inbox(Generic[Item]):
         post: Callable[[Callable[[], None]], None],
         wait: Callable[[protocols.Event], Awaitable[bool]],
     ):
-        """`post` runs a function on the host's loop in its turn, `wait` waits for the event through the clock."""
+        """`post` runs a function on the host's loop in its turn; `wait` waits for the event through the clock."""
         self._arrived, self._post, self._wait = arrived, post, wait
-        self._items: collections.deque[Item] = collections.deque()  # those whose turn has come
+        self._items: collections.deque[Item] = collections.deque()  # items whose turn has come
 
     def put(self, item: Item) -> None:
-        """From any thread, also before the program runs; nothing happens after it has ended."""
+        """Puts an item, from any thread, also before the program runs; does nothing after it has ended."""
         self._post(functools.partial(self._receive, item))
 
     async def take(self) -> Item:
-        """The oldest item; waits for one."""
+        """Takes the oldest item; waits if there is no item."""
         while not self._items:
             self._arrived.clear()
             await self._wait(self._arrived)
@@ -134,7 +134,7 @@ class Inbox(Generic[Item]):
 
 _Result = TypeVar('_Result')
 Ready = list[tuple[selectors.SelectorKey, int]]  # what a selector returns
-Block = Callable[[float | None], Ready]  # waits for the loop's wake-up, for so many wall seconds at most
+Block = Callable[[float | None], Ready]  # waits for the loop's wake-up, at most the given wall seconds
 
 
 class DeadlockError(RuntimeError):
@@ -144,12 +144,12 @@ class DeadlockError(RuntimeError):
 class StallError(UserError, RuntimeError):
     """Nothing has completed for longer than run.stall_timeout_s; the message names waits and busy lanes.
 
-    Looks at servers (lanes.is_upkeep_lane) and ends of waits do not count: they come for ever.
+    Probes of servers (lanes.is_upkeep_lane) and deadlines of waits do not count as completions: they never stop.
     """
 
 
 class CallDeadlineError(UserError, RuntimeError):
-    """A call under the virtual clock hit its wall-time deadline: the run cannot stay deterministic."""
+    """A call under the virtual clock hit its wall-time deadline, so the run would no longer be deterministic."""
 
 
 class Event:
@@ -157,7 +157,7 @@ class Event:
 
     def __init__(self, name: str):
         self.name = name
-        self.waiters: dict[asyncio.Future[bool], None] = {}  # in order: a waiter leaves in O(1)
+        self.waiters: dict[asyncio.Future[bool], None] = {}  # ordered; a dict, so that a waiter leaves in O(1)
         self._set = False
 
     def set(self) -> None:
@@ -176,16 +176,16 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Deadline:
-    """The end of a wait."""
+    """The deadline of a wait."""
 
     event: protocols.Event
     future: asyncio.Future[bool]
 
 
 class LoopClock(abc.ABC):
-    """Base of the clocks: subclasses say how an interval begins and what the next completion is.
+    """Base of the clocks: subclasses define how an interval begins and which completion is next.
 
-    Beginning and releasing take time that does not depend on how many coroutines wait.
+    The time to begin an interval and to release a completion does not depend on the number of waiting coroutines.
     """
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog):
@@ -199,12 +199,12 @@ class LoopClock(abc.ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
         self._is_abandoned = False
-        self._takes_arrivals = False  # an inbox was made: what wakes the program may come from outside
-        self._may_idle = False  # for ever, without that being a stall
+        self._takes_arrivals = False  # an inbox was made: the program may be woken from outside
+        self._may_idle = False  # the program may be idle for ever, without a StallError
         self._signal_lock = threading.Lock()
         log.start(self.now)
 
-    # What the program calls.
+    # Called by the program.
 
     @abc.abstractmethod
     def now(self) -> float:
@@ -214,26 +214,26 @@ class LoopClock(abc.ABC):
         return Event(name)
 
     def inbox(self, name: str, *, may_idle: bool = False) -> Inbox[Any]:
-        """Where other threads put items for the program.
+        """Makes an inbox, in which other threads put items for the program.
 
-        From then on the real clock counts a program that waits and does nothing as idle if `may_idle`: a server without
-        requests has not stalled, but a run that waits for a server's reply has.
-        Under the virtual clock only the program itself may put items: the time of others would not be repeatable.
+        If `may_idle`, the real clock from then on takes a program that waits without busy lanes as idle, not stalled:
+        a server may wait for requests, but a run that waits for a server's reply may stall.
+        Under the virtual clock only the program itself may put items: the times of other threads are not repeatable.
         """
         self._takes_arrivals, self._may_idle = True, self._may_idle or may_idle
         return Inbox(Event(name), self._post_arrival, self.wait)
 
     async def run(self, lane: str, fn: Callable[[], _Result], work: Work) -> _Result:
-        """Blocking work on the lane; returns what `fn` returns, raises what it raises."""
+        """Does blocking work on the lane; returns or raises as `fn` does."""
         interval = Interval(lane, work, self.log.take_run_number(), fn, self._new_future())
         self._request(interval)
         return await interval.future
 
     async def call(self, lane: str, fn: Callable[[], Awaitable[_Result]], work: Work, deadline_s: float) -> _Result:
-        """I/O in the lane's turn: `fn` is called on the I/O loop and what it returns is awaited there.
+        """Does I/O in the lane's turn: `fn` is called on the I/O loop and its result is awaited there.
 
         Cancelling the caller cancels the I/O. A stream is one call for each item: `functools.partial(anext, items)`.
-        Raises what the I/O raises, and TimeoutError that names the call `deadline_s` wall seconds after its start.
+        Raises the I/O's exceptions, and TimeoutError that names the call `deadline_s` wall seconds after its start.
         """
         interval = Interval(lane, work, self.log.take_run_number(), fn, self._new_future(), deadline_s)
         self._request(interval)
@@ -244,7 +244,7 @@ class LoopClock(abc.ABC):
                 interval.call.cancel()
 
     async def wait(self, event: protocols.Event, timeout_s: float | None = None) -> bool:
-        """True when the event is (or becomes) set, False at the deadline."""
+        """Waits for the event; returns True when it is set, False at the deadline."""
         if event.is_set():
             return True
         future: asyncio.Future[bool] = self._new_future()
@@ -260,9 +260,9 @@ class LoopClock(abc.ABC):
             event.waiters.pop(future, None)
 
     def post_signal(self, number: signal.Signals, event: protocols.Event) -> None:
-        """Set the event, in its turn among the completions; from any thread, also before the program runs.
+        """Sets the event in its turn among the completions; callable from any thread, also before the program runs.
 
-        Nothing happens after the program has ended.
+        Does nothing after the program has ended.
         """
         with self._signal_lock:
             if self._loop is None:
@@ -271,9 +271,9 @@ class LoopClock(abc.ABC):
                 self._loop.call_soon_threadsafe(self._post_signal, number, event)
 
     def abandon(self) -> None:
-        """End the program at once: `execute` raises KeyboardInterrupt. From any thread, also before the program runs.
+        """Ends the program at once: `execute` raises KeyboardInterrupt. From any thread, also before the program runs.
 
-        Work under way is waited for as at any other end. Nothing happens after the program has ended.
+        Waits for work under way, as at any other end. Does nothing after the program has ended.
         """
         with self._signal_lock:
             self._is_abandoned = True
@@ -281,7 +281,7 @@ class LoopClock(abc.ABC):
                 self._loop.call_soon_threadsafe(_raise_interrupt)
 
     def execute(self, program: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run the program on an event loop of this clock; returns its result."""
+        """Runs the program on an event loop of this clock; returns its result."""
         loop = _HostLoop(_IdleSelector(self._release_next))
         with self._signal_lock:
             self._loop = loop
@@ -295,17 +295,17 @@ class LoopClock(abc.ABC):
             self._shut_down(loop)
 
     def declare(self, lane: str, width: int) -> None:
-        """A lane of a server that has joined; nothing where there is one of this name already."""
+        """Adds a lane for a server that has joined; does nothing if the lane exists."""
         self.lanes.setdefault(lane, Lane(width))
 
-    # What subclasses define.
+    # Defined by subclasses.
 
     @abc.abstractmethod
     def _begin(self, interval: Interval) -> None: ...
 
     @abc.abstractmethod
     def _note_end_of_call(self, interval: Interval) -> None:
-        """On the I/O thread: a call has ended."""
+        """Called on the I/O thread when a call has ended."""
 
     @abc.abstractmethod
     def _deadline_key(self, timeout_s: float) -> float: ...
@@ -318,11 +318,11 @@ class LoopClock(abc.ABC):
 
     @abc.abstractmethod
     def _post_arrival(self, receive: Callable[[], None]) -> None:
-        """Call `receive` on the host's loop, in its turn among the completions."""
+        """Calls `receive` on the host's loop, in its turn among the completions."""
 
     @abc.abstractmethod
     def _close(self) -> None:
-        """Free threads and the like."""
+        """Ends threads and frees other resources."""
 
     # Lanes.
 
@@ -334,7 +334,7 @@ class LoopClock(abc.ABC):
         self._start(lane)
 
     def _lane_of(self, interval: Interval) -> Lane:
-        """Where the interval takes its place."""
+        """The lane that serves the interval."""
         return self.lanes[interval.lane]
 
     def _start(self, lane: Lane) -> None:
@@ -354,13 +354,13 @@ class LoopClock(abc.ABC):
         )
 
     def _finish(self, interval: Interval) -> None:
-        """Release a completed interval to the program and let the lane go on."""
+        """Releases a completed interval to the program and starts the lane's next intervals."""
         lane = self._lane_of(interval)
         lane.n_busy -= 1
         del self._busy[interval]
         if interval.is_call:
             self._take_outcome(interval)
-            interval.call = None  # it holds the interval: as a circle both would wait for the garbage collector
+            interval.call = None  # breaks a reference cycle, which would wait for the garbage collector
         self._write_completion(
             'run_done', interval.lane, interval, run=interval.number, work=interval.work.kind,
             amount=interval.work.amount, started=interval.started_s, seconds=interval.seconds,
@@ -374,7 +374,7 @@ class LoopClock(abc.ABC):
     def _write_completion(
         self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
     ) -> None:
-        """Logs the release of a completion: of an interval, a deadline or a signal."""
+        """Logs the release of a completion, which is an interval, a deadline or a signal."""
         self.log.write(kind, lane, **fields)
 
     def _expire(self, deadline: Deadline) -> None:
@@ -385,11 +385,11 @@ class LoopClock(abc.ABC):
     def _next_deadline(self) -> tuple[float, int, Deadline] | None:
         """The first deadline whose wait is not over, as (time, order, deadline); it stays in the heap."""
         while self._deadlines and self._deadlines[0][2].future.done():
-            heapq.heappop(self._deadlines)  # once for each wait, so O(log n) a wait
+            heapq.heappop(self._deadlines)  # once per wait, so O(log n) per wait
         return self._deadlines[0] if self._deadlines else None
 
     def _wake(self) -> None:
-        """Make the host's loop return from its selector; from any thread."""
+        """Makes the host's loop return from its selector; callable from any thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(_do_nothing)
@@ -411,7 +411,7 @@ class LoopClock(abc.ABC):
             if tasks:
                 loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         except (DeadlockError, StallError, CallDeadlineError):
-            pass  # a coroutine waits in its clean-up: nothing will come
+            pass  # a coroutine waits in its clean-up for something that will not come
         finally:
             self._io.close()
             self._close()
@@ -421,12 +421,12 @@ class LoopClock(abc.ABC):
 
 class _HostLoop(asyncio.SelectorEventLoop):
     def call_at(self, *args: object, **keywords: object) -> NoReturn:
-        """Refused: a timer would never fire, since only completions of the clock wake this loop."""
+        """Raises RuntimeError: a timer would never fire, since only completions of the clock wake this loop."""
         raise RuntimeError("the host's loop has no timers: wait with clock.wait, and do I/O inside clock.call")
 
 
 class _IdleSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Calls the clock whenever the loop has nothing ready."""
+    """Calls the clock whenever the loop has no ready callback."""
 
     def __init__(self, release_next: Callable[[Block], Ready]):
         super().__init__()
@@ -444,9 +444,9 @@ def _task_name(task: asyncio.Task[Any] | None) -> str:
 
 
 def _do_nothing() -> None:
-    """What a wake-up runs."""
+    """The callback of a wake-up."""
 
 
 def _raise_interrupt() -> NoReturn:
-    """Ends the loop that calls it: asyncio lets KeyboardInterrupt through."""
+    """Ends the calling loop: asyncio lets KeyboardInterrupt through."""
     raise KeyboardInterrupt

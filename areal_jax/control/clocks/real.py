@@ -1,6 +1,6 @@
-"""The real clock: a thread per lane; completions, deadlines, signals and arrivals from outside enter through one FIFO.
+"""The real clock: threads for each lane; completions, deadlines, signals and arrivals enter through one FIFO.
 
-Selected by run.clock=real. What it shares with the other clocks is in loop.py.
+Selected by run.clock=real. The part common to all clocks is in loop.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_jax.errors import name_type
 from areal_jax.lanes import is_upkeep_lane
 from areal_jax.protocols import Event
 
-END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
+END_OF_WORK_S = 20.0  # longest wait of the program's end for work under way: a lane may hang
 _END_OF_STALLED_WORK_S = 0.2
 _Posted = Interval | Deadline | tuple[signal.Signals, Event] | Callable[[], None]
 
@@ -42,10 +42,10 @@ class RealClock(LoopClock):
         self.stall_timeout_s = stall_timeout_s
         self._fifo: collections.deque[tuple[float, _Posted]] = collections.deque()
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
-        self._last_progress = time.monotonic()  # a completion that was no mere look at a server
+        self._last_progress = time.monotonic()  # time of the last completion that counts for a stall
         self._threads: list[threading.Thread] = []
         self._end_of_work_s = end_of_work_s
-        self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
+        self.max_lag_s = 0.0  # longest time from a completion to its release: the loop's lag
         self.longest_lag_work = ''
         super().__init__(lanes, log)
 
@@ -53,7 +53,7 @@ class RealClock(LoopClock):
         return self._now
 
     def restart(self) -> None:
-        """Continue from the current time: the seconds since the clock was made (building, compiling) do not count."""
+        """Continues from the current time: the seconds since the clock was made (building, compiling) do not count."""
         self._origin = time.monotonic() - self._now
         self._last_progress = time.monotonic()
         self.max_lag_s, self.longest_lag_work = 0.0, ''
@@ -83,7 +83,7 @@ class RealClock(LoopClock):
                 interval.error = error
             self._post(interval)
             self._wake()
-            del interval  # while the thread waits for the next one, it would keep weights, or a whole checkpoint
+            del interval  # else it would keep weights or a checkpoint alive until the next interval
 
     def _note_end_of_call(self, interval: Interval) -> None:
         self._post(interval)
@@ -102,7 +102,7 @@ class RealClock(LoopClock):
 
     def _post_arrival(self, receive: Callable[[], None]) -> None:
         self._post(receive)
-        if self._loop is not None:  # else the loop finds it when it begins
+        if self._loop is not None:  # else the loop finds the item when it begins
             self._wake()
 
     def _release_next(self, block: Block) -> Ready:
@@ -152,7 +152,7 @@ class RealClock(LoopClock):
     def _write_completion(
         self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
     ) -> None:
-        """With what a replay needs: the outcome of a call, and a check sum of what cannot be computed again."""
+        """Logs a completion with the data for a replay: the outcome of a recorded call, and a checksum of the event."""
         if interval is not None and interval.work.recorded:
             error = interval.error
             outcome = {'reply': json.dumps(interval.result)} if error is None else {'failure': name_type(type(error))}

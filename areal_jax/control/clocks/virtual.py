@@ -1,6 +1,6 @@
 """The virtual clock: work runs inline, and time, an integer in nanoseconds, advances only at completions.
 
-Selected by run.clock=virtual; most tests use it. What it shares with the other clocks is in loop.py.
+Selected by run.clock=virtual; most tests use it. The part common to all clocks is in loop.py.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from areal_jax.protocols import Event
 from areal_jax.types import Work
 
 NANOSECONDS = 1_000_000_000
-Price = float | Callable[[str, Work], float]  # seconds per unit of the amount, or of the work on a lane
-BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something blocks the I/O loop's own timer
+Price = float | Callable[[str, Work], float]  # seconds per unit of the amount, or (lane, work) -> seconds
+BLOCKED_S = 5.0  # a call is given up this long after its deadline: the I/O loop, with its timer, is blocked
 
 
 class VirtualClock(LoopClock):
     """Deterministic: the interleaving is a function of the program and of the prices of its work.
 
-    `prices` maps a kind of work to seconds per unit of its amount, or to a function of lane and work. A `call` runs for
-    real and holds time back at its modelled end until its result is there. Work in the background takes its modelled
-    time and delays no other work of its lane: what runs in the foreground goes on as if it were not there.
+    `prices` maps a kind of work to seconds per unit of its amount, or to a function of lane and work. A `call` really
+    runs; time stops at its modelled end until its result has arrived. Work in the background takes its modelled time
+    and does not delay the work in the foreground of its lane.
     """
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, Price], start_s: float = 0.0):
         self._now_ns = round(start_s * NANOSECONDS)
         self.prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event] | Callable[[], None]]] = []
-        self._background: dict[str, Lane] = {}  # by the lane beside which it runs
+        self._background: dict[str, Lane] = {}  # by lane: the queue of its background work
         self._thread = threading.get_ident()  # the program's thread
         self._held: Interval | None = None  # a call past its modelled end
         self._held_until_s = 0.0  # wall time
@@ -133,30 +133,31 @@ class VirtualClock(LoopClock):
         return []
 
     def _close(self) -> None:
-        """Nothing to free: work runs inline."""
+        """Does nothing: work runs inline."""
 
 
-# The replay clock: work runs inline, and completions are released in the order that a log of the real clock has.
+# The replay clock: work runs inline, and completions are released in the order of a log of the real clock.
 #
-# What it shares with the other clocks is in loop.py.
+# The part common to all clocks is in loop.py.
 
 
-_TAKEN = ('reply', 'failure', 'check')  # fields that the log alone has
-Failure = Callable[[str], Exception]  # from a message
+_TAKEN = ('reply', 'failure', 'check')  # fields that only the log has
+Failure = Callable[[str], Exception]  # message -> exception
 
 
 class EndOfLogError(DeadlockError):
-    """Coroutines wait, and the start that is replayed has no further completion: it was stopped or killed there."""
+    """Coroutines wait, and the replayed start has no further completion: it was stopped or killed there."""
 
 
 class ReplayClock(LoopClock):
-    """Releases the completions of one start of a run, at the times that its log has, and checks every event.
+    """Releases the completions of one start of a run at the times in its log, and checks every event.
 
-    Work is done at the beginning of its interval. A call is not made: its outcome is the one in the log. The program
-    ends with ReplayError at the first event that differs, and with EndOfLogError where it waits at the end of the log.
+    Work is done at the beginning of its interval. A call is not made: its outcome comes from the log. The program
+    ends with ReplayError at the first event that differs, and with EndOfLogError if it still waits at the end of the
+    log.
 
     Args:
-      recording: of the start; every event that the program writes is checked against it.
+      recording: the events of the start; every event that the program writes is checked against it.
       failures: exceptions that calls raised, by the name of their type.
     """
 
@@ -173,7 +174,7 @@ class ReplayClock(LoopClock):
         self._now = start_s
         self._by_number: dict[int, Interval] = {}  # intervals under way
         self._released: RunDoneEvent | DeadlineEvent | SignalEvent | None = None  # the completion released last
-        self.stop_requested: Event | None = None  # what a signal in the log sets
+        self.stop_requested: Event | None = None  # set by a signal in the log
         log.listeners.insert(0, recording.check)
         super().__init__(lanes, log)
 
@@ -186,7 +187,7 @@ class ReplayClock(LoopClock):
             return
         try:
             interval.result = interval.fn()
-        except Exception as error:  # raised in the coroutine that asked for the work, when the log says so
+        except Exception as error:  # raised in the coroutine that asked for the work, at the time in the log
             interval.error = error
 
     def _take_outcome(self, interval: Interval) -> None:
@@ -214,7 +215,7 @@ class ReplayClock(LoopClock):
         self.log.write(kind, lane, **fields, **taken)
 
     def _note_end_of_call(self, interval: Interval) -> None:
-        """Never: no call is made."""
+        """Is never called: no call is made."""
 
     def _deadline_key(self, timeout_s: float) -> float:
         return self._now + timeout_s
@@ -253,7 +254,7 @@ class ReplayClock(LoopClock):
         return []
 
     def _take_deadline(self, name: str) -> Deadline | None:
-        """The first deadline of a wait of this name that is not over."""
+        """The first deadline of an open wait with this name."""
         for _, _, deadline in sorted(self._deadlines, key=lambda entry: entry[:2]):
             if not deadline.future.done() and deadline.event.name == name:
                 return deadline

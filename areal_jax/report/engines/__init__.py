@@ -1,1 +1,1 @@
-"""What the report says of single engines and of classes of them: when they were there, what each class added."""
+"""The report's part on single engines and classes of engines: when each was present, what each class added."""

@@ -1,6 +1,6 @@
 """The engines of a pool by class: engines of equal hardware. Made from the events, and the metrics of mismatch.
 
-A table of a run whose engines differ; without it a slow class shows in no number of the whole pool but the age.
+The table appears if the engines of a run differ. Of the pool's numbers, only the age would reveal a slow class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_jax.types import NOT_GENERATED, UNSCORED
 _LOST = ('cancelled', 'lost', *UNSCORED)  # reasons of a finish without an answer
 _Key = tuple[int, int]  # draw and sample
 _Tokens = collections.Counter[tuple[str, int]]  # by class and version
-UNKNOWN = ''  # class of tokens of which the log does not tell it
+UNKNOWN = ''  # class of tokens whose class the log does not tell
 
 
 class BatchTokens(NamedTuple):
@@ -32,7 +32,7 @@ class BatchTokens(NamedTuple):
 
 
 class _Path:
-    """The classes that generated an answer, each from a token on."""
+    """The classes that generated an answer, each with its first token."""
 
     def __init__(self, hardware: str):
         self.places = [(0, hardware)]  # (first token, class)
@@ -47,7 +47,7 @@ class _Path:
         self.places.append((at or 0, hardware))
 
     def split(self, event: FinishEvent) -> _Tokens:
-        """The tokens of the answer by class and version."""
+        """Counts the tokens of the answer by class and version."""
         found: _Tokens = collections.Counter()
         one_row = len(event.get('rows', ())) < 2
         clear = len(self.places) == 1 or (self.is_clear and one_row)
@@ -65,14 +65,14 @@ class _Path:
 
 
 def split_batches(events: Sequence[Event], hardware: Mapping[str, str]) -> Iterator[BatchTokens]:
-    """The batches in their order.
+    """Yields the batches in their order.
 
     Args:
-      events: of training, without evaluations.
+      events: the events of training, without evaluations.
       hardware: class by engine.
     """
     paths: dict[_Key, _Path] = {}
-    answers: dict[int, dict[int, _Tokens]] = {}  # of those that ended, by draw and sample
+    answers: dict[int, dict[int, _Tokens]] = {}  # answers that ended, by draw and sample
     for event in events:
         if event['kind'] == 'route':
             key, one = (event['draw'], event['sample']), hardware.get(event['engine'], UNKNOWN)
@@ -99,7 +99,7 @@ def split_batches(events: Sequence[Event], hardware: Mapping[str, str]) -> Itera
 
 
 def _read_key(request: str) -> _Key:
-    """'SEED/DRAW/SAMPLE', behind which the row of an episode may follow."""
+    """Parses 'SEED/DRAW/SAMPLE', which the row of an episode may follow."""
     _, draw, sample, *_ = request.split('/')
     return int(draw), int(sample)
 
@@ -118,16 +118,16 @@ class ClassRow(TypedDict):
     tokens: int  # generated in training
     share: float | None  # of the tokens of all classes
     tokens_per_second: float | None  # of the window
-    idle: float | None  # share of the seconds in which its engines were there
-    trained_tokens: int  # of the batches of published updates; those of groups that a batch left out count too
+    idle: float | None  # share of the seconds in which its engines were in the pool
+    trained_tokens: int  # in the batches of published updates; tokens of groups that a batch left out count too
     age: MeanMax  # of these tokens, in versions
-    mismatch: EngineMismatch | None  # of the answers that its engines ended; None where it was not measured
+    mismatch: EngineMismatch | None  # of the answers that its engines ended; None if it was not measured
     left_out: float | None  # share of the window in which it got no new requests (rollout.slow_engines='spare')
     times_left_out: int
 
 
 def find_hardware(events: Iterable[Event]) -> dict[str, str]:
-    """The class of each engine; empty where the log tells of fewer than two."""
+    """The class of each engine; empty if the log names fewer than two classes."""
     found = {event['engine']: event['hardware'] for event in events if event['kind'] == 'join' and 'hardware' in event}
     return found if len(set(found.values())) > 1 else {}
 
@@ -135,10 +135,10 @@ def find_hardware(events: Iterable[Event]) -> dict[str, str]:
 def summarize_classes(
     events: Sequence[Event], training: Sequence[Event], metrics: Metrics, within: Window
 ) -> list[ClassRow]:
-    """A row for each class, in the order in which they joined; [] of a pool of one class.
+    """One row per class, in the order in which they joined; [] for a pool of one class.
 
     Args:
-      events: of the run; `training` is without evaluations.
+      events: all events of the run; `training` leaves out evaluations.
     """
     hardware = find_hardware(events)
     if not hardware:
@@ -169,7 +169,7 @@ def summarize_classes(
 
 
 def find_spared(events: Sequence[Event]) -> Mapping[str, list[tuple[float, float]]]:
-    """Spans in which a class got no new requests; one that is not over ends at infinity."""
+    """Spans in which a class got no new requests, by class; an open span ends at infinity."""
     since: dict[str, float] = {}
     spans: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for event in events:
@@ -187,7 +187,7 @@ def find_spared(events: Sequence[Event]) -> Mapping[str, list[tuple[float, float
 def _count_tokens(
     training: Sequence[Event], hardware: Mapping[str, str], within: Window
 ) -> tuple[collections.Counter[str], collections.Counter[str]]:
-    """Generated by class: all, and those of the window."""
+    """Generated tokens by class: all, and in the window."""
     tokens, in_window = collections.Counter[str](), collections.Counter[str]()
     for event in training:
         if event['kind'] in ('decode', 'receive') and (one := hardware.get(event['engine'])) is not None:
@@ -209,7 +209,7 @@ def _count_ages(
 
 
 def _measure_idle(events: Sequence[Event], hardware: Mapping[str, str], within: Window) -> Mapping[str, float | None]:
-    """By class: one less the busy seconds of its engines over the seconds in which they were there."""
+    """By class: 1 - busy seconds of its engines / seconds in which they were in the pool."""
     by_lane, presence = group_by_lane(lane_intervals(events)), find_presence(events)
     busy: dict[str, float] = collections.defaultdict(float)
     there: dict[str, float] = collections.defaultdict(float)
@@ -227,7 +227,7 @@ def _join_mismatch(found: Sequence[EngineMismatch]) -> EngineMismatch | None:
 
 
 def class_rows(rows: Sequence[ClassRow]) -> list[tuple[str, ...]]:
-    """Of the page's table."""
+    """Rows of the page's table of classes."""
     return [
         (
             row['hardware'],
@@ -246,7 +246,7 @@ def class_rows(rows: Sequence[ClassRow]) -> list[tuple[str, ...]]:
 
 
 def describe_left_out(rows: Sequence[ClassRow]) -> str:
-    """The sentence on classes that added nothing but age; '' where none was left out."""
+    """The sentence on classes that added nothing but age; '' if no class was left out."""
     named = [
         f'{row["hardware"]} got no new requests in {format_percent(row["left_out"])} of the window'
         for row in rows

@@ -1,4 +1,4 @@
-"""When each engine was in the pool: from its `join` to its `leave`. Made from the events of a run."""
+"""The spans in which each engine was in the pool: from `join` to `leave`. Made from the events of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Presence = Mapping[str, Sequence[tuple[float, float]]]  # spans in clock seconds
 
 
 def find_presence(events: Sequence[Event]) -> Presence:
-    """The spans of each engine that joined; the last one of an engine that is still there ends at infinity.
+    """The spans of each engine that joined; the last span of an engine that is still in the pool ends at infinity.
 
-    An engine that a program does not take in again when it starts anew was there until that start.
+    An engine that a restarted program does not take in again was in the pool until the restart.
     """
     since: dict[str, float] = {}
-    lapsed: dict[str, float] = {}  # engines of the start before, which this one has not taken in yet: when it began
+    lapsed: dict[str, float] = {}  # by engine of the previous start that has not joined again: the time of the restart
     spans: dict[str, list[tuple[float, float]]] = {}
 
     def end(engine: str, time: float) -> None:
@@ -40,7 +40,7 @@ def find_presence(events: Sequence[Event]) -> Presence:
 
 
 def restrict(within: Window, presence: Presence, engine: str) -> Window:
-    """The part of the window in which the engine was there; all of it for one of which the log tells nothing."""
+    """The part of the window in which the engine was in the pool; all of it if the log does not name the engine."""
     spans = presence.get(engine)
     if spans is None or covers(within, spans):
         return within
@@ -49,6 +49,6 @@ def restrict(within: Window, presence: Presence, engine: str) -> Window:
 
 
 def covers(within: Window, spans: Sequence[tuple[float, float]]) -> bool:
-    """Whether one of the spans holds the whole window."""
+    """Whether one of the spans covers the whole window."""
     low, high = (within.spans[0][0], within.spans[-1][1]) if within.spans else (0.0, 0.0)
     return any(start <= low and high <= end for start, end in spans)

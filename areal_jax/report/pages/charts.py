@@ -1,6 +1,6 @@
 """Charts of the pages: curves over updates, histograms of ages, bars of fates and of lane seconds, the ratio's split.
 
-Bokeh is imported where a figure is made.
+Bokeh is imported only when a figure is made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure
 
 _DASHES = ('solid', 'dashed', 'dotted', 'dotdash')  # by the number of a line's style
-_MARKED = 60  # points up to which each has a marker
+_MARKED = 60  # a line of at most this many points has a marker at each
 _TOOLS = 'xpan,xwheel_zoom,box_zoom,reset,save'
 _FONT = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
 _MOST_ROWS = 40  # of the table below a chart
@@ -49,14 +49,14 @@ Series = tuple[str, Mapping[float, float]]  # label, share or tokens by age or v
 
 
 def plain_text(text: str) -> str:
-    """A text of a run that Bokeh does not take for TeX, whose fonts it would fetch."""
+    """Returns the text so marked that Bokeh does not read it as TeX, whose fonts it would fetch."""
     for opening in ('$$', '\\(', '\\['):
         text = text.replace(opening, f'{opening[0]}\u200b{opening[1]}')
     return text
 
 
 def new_figure(x: str, y: str = '', *, height: int = HEIGHT, **options: object) -> Figure:
-    """An empty figure as wide as its place; without a background, so that it takes the one of the page."""
+    """An empty figure as wide as its container; it has no background, so the page's background shows."""
     from bokeh.plotting import figure
 
     made = figure(
@@ -83,10 +83,10 @@ def new_figure(x: str, y: str = '', *, height: int = HEIGHT, **options: object) 
 def draw_curve(
     curve: Curve, lines: Sequence[Line], updates: DataRange1d, looks: Mapping[str, Look] | None = None
 ) -> Chart:
-    """Lines over the updates, which all figures with the same range show together.
+    """Lines over the updates; figures with the same range pan and zoom together.
 
-    Where the curve is smoothed, a line of ten points or more is faint and has its moving mean on it. `looks` are of
-    the labels; by default lines have the colours of the palette.
+    If the curve is smoothed, a line of ten points or more is drawn faint with its moving mean over it. `looks` maps
+    labels to looks; by default lines have the colours of the palette.
     """
     scale = 'log' if curve.logarithmic else 'linear'
     height = WIDE_HEIGHT if curve.wide else HEIGHT
@@ -105,13 +105,13 @@ def draw_curve(
 
 
 def draw_metrics(curve: Curve, metrics: Metrics, updates: DataRange1d) -> Chart:
-    """The metrics of a curve of one run."""
+    """Draws the metrics of a curve for one run."""
     found = ((label, *curve_points(metrics, name)) for label, name in curve.metrics)
     return draw_curve(curve, [line for line in found if line[1]], updates)
 
 
 def new_updates() -> DataRange1d:
-    """A range that figures share, so that they pan and zoom together."""
+    """A range for figures that pan and zoom together."""
     from bokeh.models import DataRange1d
 
     return DataRange1d(range_padding=0.02)
@@ -127,7 +127,7 @@ def add_bound(chart: Chart, label: str, value: float) -> Chart:
 
 
 def draw_histogram(title: str, unit: str, series: Sequence[Series], looks: Mapping[str, Look] | None = None) -> Chart:
-    """Shares of the trained tokens by age: a bar an age, several runs beside each other."""
+    """Shares of the trained tokens by age: one bar per age; the bars of several runs are next to each other."""
     made = new_figure(f'age ({unit})')
     width, keys = 0.9 / max(1, len(series)), list[Key]()
     chosen = looks or _palette_looks([label for label, _ in series])
@@ -184,7 +184,7 @@ def draw_fates(title: str, x: str, fates: Mapping[str, Sequence[int]]) -> Chart:
 
 
 def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Chart:
-    """A bar a run: what share of the generated tokens met which fate."""
+    """One bar per run, divided into the shares of the generated tokens by fate."""
     names = list(runs)
     every = list(dict.fromkeys(fate for fates in runs.values() for fate in fates['fates']))
     shown = [fate for fate in every if any(fates['fates'].get(fate) for fates in runs.values())]
@@ -216,7 +216,7 @@ def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Chart:
 
 
 def draw_time(time: Time) -> Chart:
-    """Seconds of an update: achieved, the limit, and each lane; parts.time has the numbers."""
+    """Seconds of an update: achieved, the limit, and each lane; the table parts.time has the numbers."""
     known = {
         'achieved': (time['achieved'], BLUE),
         'limit (ideal)': (time['ideal'], VERMILION),
@@ -291,7 +291,7 @@ def draw_evaluation(report: Report) -> Chart | None:
 
 
 def fate_color(fate: str, among: Iterable[str]) -> str:
-    """The same for a fate on every page; reasons of drops differ from each other."""
+    """The colour of a fate, the same on every page; reasons of drops have different colours."""
     if fate in FATES:
         return FATES[fate]
     drops = sorted(other for other in among if other.startswith(DROPPED))
@@ -303,7 +303,7 @@ def _palette_looks(labels: Sequence[str]) -> dict[str, Look]:
 
 
 def _fate_keys(fates: Iterable[str]) -> list[Key]:
-    """Without names: the rest of a stack would hang in the air."""
+    """Legend without names, so that no fate can be hidden: the rest of the stack would hang in the air."""
     among = list(fates)
     return [Key(fate, fate_color(fate, among)) for fate in among]
 
@@ -336,7 +336,7 @@ def _draw_lines(made: Figure, curve: Curve, lines: Sequence[Line], window: int, 
 
 
 def _curve_table(lines: Sequence[Line]) -> Table:
-    """Of the updates; of a long run some, evenly spaced, the last one included."""
+    """The table of the updates; for a long run only some updates, evenly spaced, including the last."""
     values = {label: dict(zip(xs, ys, strict=True)) for label, xs, ys in lines}
     updates = sorted({x for own in values.values() for x in own})
     rows = [
@@ -347,7 +347,7 @@ def _curve_table(lines: Sequence[Line]) -> Table:
 
 
 def _thinned(count: int) -> list[int]:
-    """At most _MOST_ROWS of so many places, evenly spaced, the last one included."""
+    """At most _MOST_ROWS + 1 of the indices 0 to `count` - 1, evenly spaced, including the last."""
     step = max(1, -(-count // _MOST_ROWS))
     return sorted({*range(0, count, step), *range(max(0, count - 1), count)})
 
@@ -373,7 +373,7 @@ def _add_hover(made: Figure, tooltips: Sequence[tuple[str, str]]) -> None:
 
 
 def _whole_ticks(made: Figure) -> None:
-    """Updates, ages and versions are whole numbers."""
+    """Puts ticks at whole numbers: x is an update, an age or a version."""
     from bokeh.models import BasicTicker, NumeralTickFormatter
 
     made.xaxis.ticker = BasicTicker(min_interval=1)

@@ -20,16 +20,16 @@ MISSING = '-'
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    runs: Mapping[str, Run]  # by the name that tells it from the others
+    runs: Mapping[str, Run]  # by distinguishing name
     parts: Mapping[str, Parts]
     headline: Table
     caveats: Items
     differences: Table | Text  # of the configs
-    tables: Sequence[tuple[str, Table]]  # title and numbers, without numbers that no run has
+    tables: Sequence[tuple[str, Table]]  # title and table; empty tables are left out
 
 
 def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
-    """Of each workdir the shortest end of its path that no other has; raises UserError for one given twice or alone."""
+    """Names each workdir by the shortest unique end of its path; raises UserError for a duplicate or a single one."""
     if len(workdirs) < 2:
         raise UserError(f'--compare got {len(workdirs)} run; give the workdirs of two or more')
     paths = [workdir.resolve() for workdir in workdirs]
@@ -40,7 +40,7 @@ def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
 
 
 def compare(runs: Mapping[str, Run]) -> Comparison:
-    """Raises UserError for runs whose event logs have different versions: they do not count the same things."""
+    """Compares runs. Raises UserError if versions of their event logs differ: they do not count the same things."""
     versions = {name: run.log_version for name, run in runs.items()}
     (first, version), *others = versions.items()
     for name, other in others:
@@ -74,7 +74,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def join_tables(tables: Mapping[str, Table]) -> Table:
-    """A column a run; a row for each row and column of the tables, labelled with both heads where there are several."""
+    """One column per run, one row per cell of the tables; with several columns, a label names row and column."""
     cells = {name: _cells(table) for name, table in tables.items()}
     labels = _in_order([list(of) for of in cells.values()])
     return Table(('', *tables), [(label, *(of.get(label, MISSING) for of in cells.values())) for label in labels])
@@ -99,7 +99,7 @@ def _tables(parts: Mapping[str, Parts]) -> list[tuple[str, Table]]:
 
 
 def _cells(table: Table) -> dict[str, str]:
-    """By label: 'trained, share'. Empty cells are left out."""
+    """The cells by label, such as 'trained, share', without empty cells."""
     several = len(table.head) > 2
     return {
         f'{row[0]}, {head}' if several else row[0]: cell
@@ -110,7 +110,7 @@ def _cells(table: Table) -> dict[str, str]:
 
 
 def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Every label once; one that only a later list has comes after the label that it follows there."""
+    """Merges the lists, each label once; a label new in a later list comes after the label that it follows there."""
     merged: list[str] = []
     for labels in lists:
         place = 0

@@ -1,7 +1,7 @@
-"""The energy of a run in its report: sums over the updates, and what the pages say of them.
+"""The energy of a run in its report: sums over the updates, and the texts and rows of the pages.
 
-Values are of the updates whose joules are known. What is measured has no interval; what is modelled has the one from
-the lowest to the highest published watts.
+Values cover the updates whose joules are known. Measured values have no interval; the interval of a modelled value
+goes from the lowest to the highest published watts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_FILTERED = (
 
 
 class Range(TypedDict):
-    """A number with the lowest and the highest that published watts allow; all equal where it is measured."""
+    """A number with the lowest and the highest that published watts allow; all equal if it is measured."""
 
     low: float
     value: float
@@ -35,8 +35,8 @@ class Range(TypedDict):
 
 class SourceRow(TypedDict):
     meter: str  # nvml, rapl, modelled
-    devices: str  # '' of a run that has not finished
-    joules: Range | None  # of the updates in which it could be read
+    devices: str  # '' for a run that has not finished
+    joules: Range | None  # over the updates in which the meter could be read
 
 
 class EnergyByToken(TypedDict):
@@ -49,19 +49,19 @@ class EnergyByToken(TypedDict):
 
 
 class EnergySummary(TypedDict):
-    joules: Range | None  # of all sources; None where devices of the run are left out
+    joules: Range | None  # of all sources; None if devices of the run are left out
     updates: int  # whose joules these are
     by_token: EnergyByToken
     sources: list[SourceRow]
     device_seconds: Mapping[str, float]  # train, prefill, decode, idle
-    decode_activity: float | None  # log of the rows by log of 128
-    idle_share: Range | None  # modelled: of the joules of the accelerators
-    watts: Mapping[str, str]  # published values behind what is modelled, with their sources
+    decode_activity: float | None  # log(rows) / log(128)
+    idle_share: Range | None  # of the joules of the accelerators; modelled
+    watts: Mapping[str, str]  # published values behind the model, with their sources
     sentences: list[str]
 
 
 def summarize_energy(metrics: Metrics, facts: EnergyFacts | None) -> EnergySummary | None:
-    """None where telemetry.energy is 'off'; an unfinished run has no facts."""
+    """Sums up the energy; None if telemetry.energy is 'off'. An unfinished run has no facts."""
     lines = [line for line in metrics if any(name.startswith(names.ENERGY_SECONDS) for name in line)]
     if not lines and facts is None:
         return None
@@ -82,7 +82,7 @@ def summarize_energy(metrics: Metrics, facts: EnergyFacts | None) -> EnergySumma
 
 
 def _sum(lines: Sequence[Line], name: str) -> Range | None:
-    """Over the updates that have the metric, with the interval of its modelled part."""
+    """Sum over the updates that have the metric, with the interval of its modelled part."""
     lines = [line for line in lines if number(line, name) is not None]
     if not lines:
         return None
@@ -123,7 +123,7 @@ def _sources(lines: Sequence[Line], facts: EnergyFacts | None) -> list[SourceRow
 
 
 def _idle_share(whole: Sequence[Line]) -> Range | None:
-    """Idle joules of the accelerators by all of theirs: measured ones, or idle and busy ones that are modelled."""
+    """Idle joules of the accelerators / all their joules; the latter are measured or, if none are, modelled."""
     idle = total(whole, names.ENERGY_IDLE)
     measured, modelled = total(whole, METERS[NVML]), total(whole, names.ENERGY_MODELLED)
     low, high = total(whole, names.ENERGY_IDLE_LOW), total(whole, names.ENERGY_IDLE_HIGH)
@@ -137,7 +137,7 @@ def _idle_share(whole: Sequence[Line]) -> Range | None:
 
 
 def energy_rows(energy: EnergySummary | None) -> list[tuple[str, ...]]:
-    """The table under HEAD; empty without an account."""
+    """Rows of the table under HEAD; [] without energy accounting."""
     if energy is None:
         return []
     by_token, seconds = energy['by_token'], energy['device_seconds']
@@ -163,7 +163,7 @@ def energy_rows(energy: EnergySummary | None) -> list[tuple[str, ...]]:
 
 
 def describe_energy(energy: EnergySummary | None) -> list[str]:
-    """Where the joules are from, what is missing, and which tokens are useful; empty without an account."""
+    """Sentences on the sources of the joules, missing parts and useful tokens; [] without energy accounting."""
     if energy is None:
         return []
     useful = f'Useful tokens are {energy["by_token"]["useful_rule"]}.' if energy['by_token']['useful'] else ''
@@ -172,7 +172,7 @@ def describe_energy(energy: EnergySummary | None) -> list[str]:
 
 
 def format_range(found: Range | None) -> str:
-    """'12.5 J [10, 15]', '3.2 MJ [2.3, 4.1]', without the interval where it is empty; '-' for None."""
+    """Formats as '12.5 J [10, 15]' or '3.2 MJ [2.3, 4.1]', without an empty interval; '-' for None."""
     if found is None:
         return '-'
     unit, size = next((unit for unit in _UNITS if found['value'] >= unit[1]), _UNITS[-1])

@@ -1,4 +1,4 @@
-"""The report of a run as a page of HTML to look into (report.html): a headline, then the detail in the order of it.
+"""The report of a run as an interactive HTML page (report.html): a headline, then details in the same order.
 
 Texts and tables are the same as in report.md; the charts are drawn from the same report, metrics and events.
 """
@@ -48,7 +48,7 @@ _NONE = Absent("No answer is kept: telemetry.rollouts is '0', or no update is fi
 
 
 def tell_answers(workdir: pathlib.Path) -> Iterator[Block]:
-    """What the section shows; no text of an answer on a page that is sent away unasked."""
+    """Blocks of the section of answers. A page that goes to a tracker shows answers only if the config allows it."""
     fields = read_fields(workdir)
     if fields.get('telemetry.tracker', 'none') != 'none' and fields.get('telemetry.tracker_answers') != 'true':
         yield _TO_TRACKER
@@ -62,7 +62,7 @@ def tell_answers(workdir: pathlib.Path) -> Iterator[Block]:
 
 
 def choose_samples(records: Sequence[JsonObject]) -> list[GivenAnswer]:
-    """Best and worst answer of the first, the middle and the last update, each answer once."""
+    """The best and the worst answer of the first, the middle and the last update, each answer once."""
     updates = sorted({record['update'] for record in records})
     chosen = dict.fromkeys((updates[0], updates[len(updates) // 2], updates[-1]))
     found = []
@@ -120,7 +120,7 @@ _NO_CAVEAT = Absent('No check failed, and nothing in the numbers calls for a cav
 _NO_LENGTHS = Absent(
     'The log does not tell which tokens were trained and which were left out, or no answer has a fate.'
 )
-_BOUND_IN_VIEW = 3  # times the oldest age, up to which eta is drawn
+_BOUND_IN_VIEW = 3  # eta is drawn up to this multiple of the oldest age
 
 
 def _learning(run: Run, parts: Parts) -> Iterator[Block]:
@@ -140,7 +140,7 @@ def _learning(run: Run, parts: Parts) -> Iterator[Block]:
 
 
 def _curves(run: Run, group: str, first: dict[str, Chart] | None = None) -> Iterator[Block]:
-    """The charts of a section, after those in `first`; a list says which are not worth drawing, and why."""
+    """Yields the charts of a section after the charts `first`; then lists curves not worth drawing, with reasons."""
     drawn = dict(first or {})
     own = [curve for curve in CURVES if curve.group == group]
     updates = figures.new_updates()
@@ -161,7 +161,7 @@ def _curves(run: Run, group: str, first: dict[str, Chart] | None = None) -> Iter
 
 
 def _drop_repeated(run: Run, undrawn: dict[str, str]) -> None:
-    """The age in optimizer steps where it is the age in versions."""
+    """Marks the age in optimizer steps as undrawn if it equals the age in versions."""
     pairs = ((names.STEP_AGE_MEAN, names.TOKEN_AGE_MEAN), (names.STEP_AGE_MAX, names.TOKEN_AGE_MAX))
     same = all(curve_points(run.metrics, steps) == curve_points(run.metrics, versions) for steps, versions in pairs)
     if undrawn.get('token_age_in_steps') == '' and same:

@@ -16,8 +16,8 @@ HEAD = ('question', 'answer', 'reading')
 LABEL = 10  # characters of the names of the lines of a summary
 _ROUNDING = {'float32': 1e-4, '16 bits': 0.03}  # nats: largest mean mismatch that rounding explains
 _ENOUGH_SAMPLES = 0.5  # share that a correction leaves
-_NEAR_LIMIT, _FAR_FROM_LIMIT = 0.9, 0.7  # ideal time by achieved time
-_AT_BOUND = 0.9  # mean age by eta
+_NEAR_LIMIT, _FAR_FROM_LIMIT = 0.9, 0.7  # ideal time / achieved time
+_AT_BOUND = 0.9  # mean age / eta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Tile:
 
     name: str
     question: str
-    value: str  # '-' where nothing was measured
+    value: str  # '-' if nothing was measured
     unit: str
     details: tuple[str, ...]
     reading: str  # one sentence
@@ -40,7 +40,7 @@ class Tile:
 
 
 def tell_headline(report: Report) -> list[Tile]:
-    """The tiles in the order in which they are asked."""
+    """The tiles in the order of the page."""
     return [_gain(report), _speed(report), _age(report), _agreement(report), _memory(report), _data(report)]
 
 
@@ -50,7 +50,7 @@ def headline_table(report: Report) -> Table:
 
 
 def summarize_run(report: Report, width: int) -> list[str]:
-    """Returns six lines of at most `width` characters: how far the run came, and what a reader asks first."""
+    """Returns six lines of at most `width` characters: progress, gain, speed, age, mismatch, warnings."""
     gain, speed, age, agreement, *_ = tell_headline(report)
     seconds = '' if report['wall_seconds'] is None else f', {format_number(report["wall_seconds"])} s of wall time'
     warnings = report['warnings']
@@ -67,7 +67,7 @@ def summarize_run(report: Report, width: int) -> list[str]:
 
 
 def _tell(tile: Tile) -> str:
-    """The answer with its first detail, then the reading; the reading alone where nothing was measured."""
+    """The answer with its first detail, then the reading; only the reading if nothing was measured."""
     if tile.value == '-':
         return tile.reading
     return f'{", ".join((f"{tile.value} {tile.unit}", *tile.details[:1]))}. {tile.reading}'
@@ -78,7 +78,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def describe_state(report: Report) -> tuple[str, Tone]:
-    """How far the run came, in a few words."""
+    """The progress of the run in a few words, and its tone."""
     planned = report['planned_steps']
     updates = f'{report["steps"]} of {planned} updates' if planned is not None else f'{report["steps"]} updates'
     if report['finished']:
@@ -126,7 +126,7 @@ def _gain(report: Report) -> Tile:
 
 
 def lacks_evaluation(report: Report) -> bool:
-    """Whether the run has not finished and an evaluation that its config asks for is still to come."""
+    """Whether the run is unfinished and still lacks an evaluation that its config asks for."""
     return any(text.startswith(HELD_OUT_SCORES) for text in report['missing'])
 
 
@@ -278,7 +278,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
 
 
 def render_part(part: Part) -> str:
-    """Its Markdown; '' for an empty one."""
+    """The part as Markdown; '' for an empty part."""
     if not part:
         return ''
     if isinstance(part, Table):
@@ -290,7 +290,7 @@ def render_part(part: Part) -> str:
 
 
 def _headed(heading: str, *parts: Part) -> list[str]:
-    """The parts under their heading; nothing where all are empty."""
+    """The parts under their heading; [] if all are empty."""
     return [heading, *map(render_part, parts)] if any(parts) else []
 
 

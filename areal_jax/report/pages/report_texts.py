@@ -1,4 +1,4 @@
-"""What the pages of a report say: texts and tables, made once from report.json's content.
+"""Texts and tables of the pages of a report, made once from report.json's content.
 
 markdown_page.py (report.md), html_page.py (report.html) and comparison_page.py show them.
 """
@@ -48,7 +48,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """Sentences below each other."""
+    """A list of sentences."""
 
     items: Sequence[str]
 
@@ -58,7 +58,7 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells under `head`; the first cell of a row says what it is of."""
+    """Rows of cells under `head`; the first cell of a row is its label."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -67,12 +67,12 @@ class Table:
         return bool(self.rows)
 
 
-Part = Text | Items | Table  # false where there is nothing to say
+Part = Text | Items | Table  # false if empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Of one run."""
+    """The texts and tables of one run."""
 
     what_ran: Text
     which_config: Text
@@ -207,7 +207,7 @@ def _which_config(report: Report) -> str:
 
 
 def describe_idle_fields(fields: Sequence[str]) -> str:
-    """The sentence on fields of the config that the run as built does not read."""
+    """The sentence on config fields that the run does not use."""
     return f'Fields of the config file that this run does not use: {", ".join(fields)}.'
 
 
@@ -319,7 +319,7 @@ def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def describe_held(shares: Mapping[str, float]) -> str:
-    """'eta 12%, max_running_groups 80%': the bounds that kept admission closed for at least half a percent."""
+    """Formats 'eta 12%, max_running_groups 80%': the bounds that kept admission closed at least 0.5% of the time."""
     ends = {'steps': 'end of the run (its last group was admitted)'}
     return (
         ', '.join(f'{ends.get(bound, bound)} {share:.0%}' for bound, share in shares.items() if share >= 0.005) or '-'
@@ -363,7 +363,7 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def _memory_rows(report: Report) -> list[tuple[str, ...]]:
-    """The parts of at least 10 MiB, largest first; not all of them are in use at the same time."""
+    """Rows of the parts of at least 10 MiB, largest first; not all parts are in use at the same time."""
     parts, peak = report['memory_parts'], report['peak_memory_bytes']
     if not parts:
         return []
@@ -398,7 +398,7 @@ def _describe_problems(problems: Mapping[str, int]) -> str:
 
 
 def format_interval(interval: Interval | None, sign: str = '', *, mean: bool = True) -> str:
-    """'0.719 [0.599, 0.814] (n = 64)', without its mean where that is shown already; '-' for None."""
+    """Formats '0.719 [0.599, 0.814] (n = 64)', without the mean if `mean` is False; '-' for None."""
     if not interval:
         return '-'
     shown = format(interval['mean'], f'{sign}.3f') if mean else ''

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Metrics of one unit in one figure; runs are compared by the first."""
+    """Metrics of one unit in one figure; a comparison of runs shows only the first."""
 
     title: str
     unit: str
@@ -43,7 +43,7 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """Of the figure."""
+        """The name of the figure."""
         return self.title.lower().replace(', ', '_').replace(' ', '_')
 
 
@@ -139,12 +139,12 @@ SPLIT = Curve(
     logarithmic=True,
     smooth=False,
 )
-_LEAST_SMOOTHED, _SHARE = 10, 20  # points from which a curve is smoothed; the window is the 20th part of a long curve
+_LEAST_SMOOTHED, _SHARE = 10, 20  # fewest points of a smoothed curve; window of a long one: 1/20
 _LEAST_WINDOW = 5
 
 
 def curve_points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
-    """Updates that have the metric, and its values."""
+    """The updates that have the metric, and its values."""
     updates: list[int] = []
     values: list[float] = []
     for line in metrics:
@@ -155,7 +155,7 @@ def curve_points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
 
 
 def describe_undrawn(metrics: Metrics, curve: Curve) -> str:
-    """Why the curve would be an empty panel or a straight line, with its numbers; '' where it is worth drawing."""
+    """The reason not to draw the curve (no data, one point, constant), with its numbers; '' if it is worth drawing."""
     found = {label: curve_points(metrics, name) for label, name in curve.metrics}
     found = {label: points for label, points in found.items() if points[1]}
     if not found:
@@ -173,12 +173,12 @@ def describe_undrawn(metrics: Metrics, curve: Curve) -> str:
 
 
 def smoothing_window(points: int) -> int:
-    """Updates in the moving mean of a curve of so many points; 1 where it is too short to smooth."""
+    """The window of the moving mean of a curve of `points` points; 1 if it is too short to smooth."""
     return 1 if points < _LEAST_SMOOTHED else max(_LEAST_WINDOW, points // _SHARE)
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Of each value and the values before it, `window` in all if there are so many."""
+    """Means of each value with the values before it, at most `window` values in all."""
     sums = [0.0, *itertools.accumulate(values)]
     starts = (max(0, end - window) for end in range(1, len(sums)))
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
@@ -191,7 +191,7 @@ MAX_SLOTS = 32  # rows in slots.png
 
 
 def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workdir: pathlib.Path) -> list[str]:
-    """Write WORKDIR/plots/*.png; returns the paths relative to the work directory of those that have data."""
+    """Writes WORKDIR/plots/*.png; returns the paths of the plots that have data, relative to the work directory."""
     directory = workdir / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     drawn = {
@@ -204,7 +204,7 @@ def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workd
 
 
 def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path) -> bool:
-    """Mean reward of each batch; beside it held-out accuracy before and after. False: no data, no file."""
+    """Plots the mean reward of each batch and the held-out accuracy before and after. False: no data, no file."""
     rewarded = [(number(line, names.STEP), number(line, names.REWARD_MEAN)) for line in metrics]
     points = [(step, reward) for step, reward in rewarded if step is not None and reward is not None]
     if not points:
@@ -227,7 +227,7 @@ def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path)
 
 
 def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
-    """Held-out accuracy of the versions that were evaluated beside training, between before and after. False: none."""
+    """Plots held-out accuracy before, during and after training. False: no evaluation during training, no file."""
     points = evaluation_points(report)
     if not report['evaluation_curve'] or not points:
         return False
@@ -252,7 +252,7 @@ def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
 
 
 def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> bool:
-    """Share of the trained tokens by age, a column per update, with the mean. False: no data, no file."""
+    """Plots the share of the trained tokens by age, one column per update, with the mean. False: no data, no file."""
     rows = [line for line in metrics if sum(counts(line, names.TOKEN_AGE_HISTOGRAM))]
     if not rows:
         return False
@@ -286,10 +286,10 @@ def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> b
 
 
 def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
-    """Requests in the slots of the engines over time, coloured by policy version, after Figure 3 of arXiv 2505.24298.
+    """Plots requests in the engines' slots over time, coloured by policy version, after Figure 3 of arXiv 2505.24298.
 
-    Below them the updates on the learner's lane; lines show when the engines had loaded new weights. Shows the middle
-    of a long run (MAX_VERSIONS versions). False: no decoding in the log, no file.
+    Below them are the updates on the learner's lane; lines show when the engines had loaded new weights. Of a long
+    run only the middle is shown (MAX_VERSIONS versions). False: no decoding in the log, no file.
     """
     spans = slot_spans(list(outside_evaluation(events)))
     if not spans:
@@ -321,14 +321,14 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     figure.colorbar(
         ScalarMappable(norm, colormap), ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02
     )
-    if axes.get_legend_handles_labels()[0]:  # neither a load nor an interruption is shown: nothing to explain
+    if axes.get_legend_handles_labels()[0]:  # no legend if neither a load nor an interruption is shown
         figure.legend(loc='outside lower center', ncols=2, frameon=False)
     save_figure(figure, path)
     return True
 
 
 def shown_span(spans: Sequence[SlotSpan], events: Sequence[Event]) -> tuple[float, float]:
-    """Clock seconds that slots.png shows: all, or between publications in the middle of a run of many versions."""
+    """Clock seconds that slots.png shows: all, or a span between two publications in the middle of a long run."""
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     times = [event['time'] for event in events if event['kind'] == 'publish' and start < event['time'] < end]
     if len(times) >= MAX_VERSIONS:
@@ -358,7 +358,7 @@ def _draw_spans(
 
 
 def _draw_loads(axes: Axes, events: Sequence[Event], start: float, end: float) -> None:
-    """Where the engines began to decode with a version: the first of them where they differ."""
+    """Draws a line where the first engine loaded each version."""
     loaded: dict[int, float] = {}
     for event in events:
         if event['kind'] == 'load' and start <= event['time'] <= end:
@@ -373,7 +373,7 @@ def _draw_loads(axes: Axes, events: Sequence[Event], start: float, end: float) -
 
 
 def _draw_updates(axes: Axes, events: Sequence[Event], row: int) -> bool:
-    """The updates of the learner in a row of their own, each with the version that it makes. False: there are none."""
+    """Draws the learner's updates in a separate row, each with the version that it makes. False: no updates."""
     trained = [interval for interval in lane_intervals(events) if interval.work == 'train']
     for index, interval in enumerate(trained):
         axes.barh(
@@ -388,7 +388,7 @@ def _draw_updates(axes: Axes, events: Sequence[Event], row: int) -> bool:
 
 
 def _draw_interruptions(axes: Axes, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int]) -> None:
-    """Where a request went on under another version than it had before."""
+    """Marks where a request continued under another version."""
     marks = []
     last: dict[str, SlotSpan] = {}
     for span in sorted(spans, key=lambda span: span.start):
@@ -425,7 +425,7 @@ def _draw_accuracy(axes: Axes, accuracy: Accuracy) -> None:
 
 
 def make_figure(height: float, width: float = 12) -> Figure:
-    """A figure of so many inches, 100 px each; made without pyplot, which keeps global state and may need a display."""
+    """A figure, sizes in inches of 100 px; made without pyplot, which keeps global state and may need a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -437,7 +437,7 @@ def make_figure(height: float, width: float = 12) -> Figure:
 def label_axes(
     axes: Axes, title: str, x: str, y: str, pad: float = 8, side: Literal['left', 'center'] = 'center'
 ) -> None:
-    """Title and labels, without a frame."""
+    """Sets title and labels, and hides the top and right edges of the frame."""
     axes.set_title(title, fontsize=13, loc=side, pad=pad)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
@@ -451,7 +451,7 @@ def _whole_ticks(axis: Axis) -> None:
 
 
 def save_figure(figure: Figure, path: pathlib.Path) -> None:
-    """Writes it as PNG, all or nothing."""
+    """Writes the figure as PNG, atomically."""
     png = io.BytesIO()
     figure.savefig(png, dpi=DPI, format='png')
     files.write_bytes(path, png.getvalue())

@@ -1,4 +1,4 @@
-"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is."""
+"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL if available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure
 
 
-Slot = tuple[str, int]  # engine, slot; the slots for evaluation beside training belong to 'ENGINE, evaluation'
+Slot = tuple[str, int]  # engine, slot; slots for evaluation during training belong to 'ENGINE, evaluation'
 _KINDS: tuple[tuple[Literal['decode', 'evaluation_decode'], str, str], ...] = (
     ('decode', 'prefill', ''),
     ('evaluation_decode', 'evaluation_prefill', ', evaluation'),
@@ -33,12 +33,12 @@ _KINDS: tuple[tuple[Literal['decode', 'evaluation_decode'], str, str], ...] = (
 class Interval:
     """A request in a slot, or the pause of an engine."""
 
-    slot: Slot  # of a pause: (engine, -1)
+    slot: Slot  # (engine, -1) for a pause
     work: Literal['decode', 'prefill', 'rebuild', 'swap']
     start: float  # clock seconds
     end: float
-    request: str  # of a swap ''
-    version: int  # of the weights; for a prefill: of the decoding that follows
+    request: str  # '' for a swap
+    version: int  # of the weights; for a prefill, of the weights of the decoding that follows
     detail: str
 
 
@@ -59,11 +59,11 @@ class SlotTimeline:
     intervals: Sequence[Interval]  # by start
     marks: Sequence[Mark]
     publications: Sequence[tuple[float, int]]  # clock seconds, version
-    left_out: int  # earlier intervals, where there are more than were asked for
+    left_out: int  # number of earlier intervals beyond `most`
 
 
 def build_slot_timeline(events: Sequence[Event], most: int) -> SlotTimeline:
-    """Training and the evaluations beside it; of a long run the last `most` intervals."""
+    """The slots in training and in evaluations during it; of a long run only the last `most` intervals."""
     training = list(outside_evaluation(events))
     intervals = sorted([*_decoding(training), *_prefills(training)], key=lambda interval: interval.start)
     left_out = max(0, len(intervals) - most)
@@ -105,7 +105,7 @@ def _prefills(events: Sequence[Event]) -> Iterator[Interval]:
 
 
 def _next_slots(events: Sequence[Event], decode: str, prefill: str) -> dict[int, dict[str, tuple[int, int]]]:
-    """By the number of each prefill: of its requests that are decoded later, the slot and the version then."""
+    """For each prefill, by seq: slot and version of the next decoding of each of its requests that has one."""
     upcoming: dict[str, dict[str, tuple[int, int]]] = collections.defaultdict(dict)  # by engine
     found: dict[int, dict[str, tuple[int, int]]] = {}
     for event in reversed(events):
@@ -122,7 +122,7 @@ def _next_slots(events: Sequence[Event], decode: str, prefill: str) -> dict[int,
 
 
 def _pauses(events: Sequence[Event]) -> Iterator[Interval]:
-    """Version 0 is loaded before anything runs."""
+    """Yields the engines' pauses for new weights. Version 0 is left out: it is loaded before anything runs."""
     for event in events:
         if event['kind'] == 'load' and event['version'] > 0 and event['pause_seconds'] > 0:
             start = event['time'] - event['pause_seconds']
@@ -144,9 +144,9 @@ def _marks(events: Sequence[Event]) -> Iterator[Mark]:
             yield Mark(last[event['request']], 'preempt', event['time'], event['request'], detail)
 
 
-# The whole run as a strip above the timeline of the slots, with a box on it to move.
+# The whole run as a strip above the timeline of the slots, with a box to move on it.
 #
-# The strip is one picture, so that its cost does not grow with the run.
+# The strip is one picture, so its cost does not grow with the run.
 
 
 PAUSE = '#E69F00'
@@ -154,7 +154,7 @@ _COLUMNS, _HEIGHT = 1600, 64  # of the picture; of the strip in pixels
 
 
 def version_colors(timeline: SlotTimeline) -> Mapping[int, str]:
-    """Returns the color of each version that is decoded with, '#rrggbb': one scale from the first to the last one."""
+    """The color ('#rrggbb') of each version that was decoded with, on one scale from the first to the last version."""
     versions = {interval.version for interval in timeline.intervals if interval.work == 'decode'}
     first, last = min(versions, default=0), max(versions, default=0)
     steps = max(len(SHADES) - 1, last - first)
@@ -182,7 +182,7 @@ def draw_overview(timeline: SlotTimeline, shown: Range1d, start: float, end: flo
 
 
 def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
-    """uint32 RGBA [slots, columns], the last slot first: with which version each slot decoded when, 0 for nothing."""
+    """uint32 RGBA [slots, columns], last slot first: the color of the version that the slot decoded with; 0 = none."""
     rows = {slot: row for row, slot in enumerate(reversed(timeline.slots))}
     colors = {version: _rgba(*channels(color)) for version, color in version_colors(timeline).items()}
     pause = _rgba(*channels(PAUSE))
@@ -193,31 +193,31 @@ def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
         columns = slice(max(0, first), max(first + 1, last))
         if interval.work == 'decode':
             picture[rows[interval.slot], columns] = colors[interval.version]
-        elif interval.work == 'swap' and last > first:  # shorter ones would cover what is longer
+        elif interval.work == 'swap' and last > first:  # a shorter pause would be drawn too wide
             for row in (row for (engine, _), row in rows.items() if engine == interval.slot[0]):
                 picture[row, columns] = pause
     return picture
 
 
 def _rgba(red: int, green: int, blue: int) -> int:
-    """In the byte order of a canvas."""
+    """Packs a color in the byte order of a canvas."""
     return 0xFF << 24 | blue << 16 | green << 8 | red
 
 
 NAME = 'slots'
 MOST_INTERVALS = 50_000  # in the page: some megabytes
-_MOST_AT_ONCE = 3000  # of them in view when the wheel zooms out: with more a step takes seconds without a GPU
-_VERSIONS = 8  # of a long run that are shown first
+_MOST_AT_ONCE = 3000  # intervals in view at full zoom-out; more take seconds a step without a GPU
+_VERSIONS = 8  # versions of a long run in the first view
 _LABELS = 25  # publications with a label, in the widest view
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
-_BORDERS = 48, 12  # pixels beside both figures, so that they are aligned
+_BORDERS = 48, 12  # pixels left and right of both figures, which aligns them
 _WEIGHTS, _INTERRUPT, _PREEMPT, _PREFILL = '#000000', VERMILION, '#B5578F', '#8A8F98'
 _PAUSES, _PUBLISHED, _REBUILDS = 'pause for new weights (swap)', 'weights published', 'prefill that rebuilds answers'
 
 
 def draw_slots(timeline: SlotTimeline) -> Column:
-    """The whole run as a strip, and below it a row a slot for what is chosen on the strip."""
+    """The whole run as a strip; below it, one row per slot for the part chosen on the strip."""
     from bokeh.layouts import column
     from bokeh.models import Range1d
 
@@ -230,7 +230,7 @@ def draw_slots(timeline: SlotTimeline) -> Column:
 
 
 def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
-    """Intervals coloured by policy version, marks where something happened to a request."""
+    """Draws intervals, coloured by policy version, and marks at interruptions and preemptions."""
     from bokeh.models import BoxZoomTool, HoverTool, PanTool, Range1d, WheelZoomTool
 
     rows = {slot: row for row, slot in enumerate(timeline.slots)}
@@ -265,7 +265,7 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
 
 
 def slot_keys(timeline: SlotTimeline) -> list[Key]:
-    """The legend of what the timeline has."""
+    """The legend entries of the kinds that the timeline has."""
     works, marks = {interval.work for interval in timeline.intervals}, {mark.what for mark in timeline.marks}
     keys = (
         ('swap' in works, _PAUSES, PAUSE, 'box'),
@@ -279,7 +279,7 @@ def slot_keys(timeline: SlotTimeline) -> list[Key]:
 
 
 def first_view(timeline: SlotTimeline) -> tuple[float, float]:
-    """Clock seconds that are shown before anything is zoomed: all, or some versions in the middle of a long run."""
+    """Clock seconds of the first view: all, or some versions in the middle of a long run."""
     start, end = _span(timeline)
     times = [time for time, _ in timeline.publications if start < time < end]
     if len(times) < 2 * _VERSIONS:
@@ -289,7 +289,7 @@ def first_view(timeline: SlotTimeline) -> tuple[float, float]:
 
 
 def widest_view(timeline: SlotTimeline) -> float:
-    """Clock seconds in which a quarter of the places of the run have more than _MOST_AT_ONCE intervals."""
+    """The width in clock seconds at which a quarter of the possible views hold more than _MOST_AT_ONCE intervals."""
     start, end = _span(timeline)
     starts = np.array([interval.start for interval in timeline.intervals])  # ascending
     if len(starts) <= _MOST_AT_ONCE:
@@ -298,7 +298,7 @@ def widest_view(timeline: SlotTimeline) -> float:
 
 
 def describe_slots(timeline: SlotTimeline) -> str:
-    """How to read the figure, and what it leaves out."""
+    """The text below the figure: how to read it, and the number of intervals left out."""
     left = (
         f' The {timeline.left_out} earlier intervals of the run are left out; `timeline.json` has them.'
         if timeline.left_out
@@ -366,7 +366,7 @@ def _draw_thin(
 
 
 def _draw_pauses(made: Figure, pauses: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    """Over all slots of the engine."""
+    """Draws each pause over all slots of its engine."""
     own = [[row for (engine, _), row in rows.items() if engine == pause.slot[0]] for pause in pauses]
     source = {
         'left': [pause.start for pause in pauses],

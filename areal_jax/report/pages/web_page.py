@@ -1,7 +1,7 @@
-"""One self-contained page of HTML: sections of texts, tables and Bokeh's charts, with its scripts and data inline.
+"""One self-contained page of HTML: sections of texts, tables and Bokeh's charts, with scripts and data inline.
 
-Every text is escaped, and the page forbids the browser any request. It is light or dark as the browser prefers, or as
-its button says; the colours of the charts are replaced with it.
+Every text is escaped, and the page forbids the browser any request. It is light or dark as the browser prefers or as
+its button is set; the colours of the charts change with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from areal_jax.report.pages.markdown_page import Tile, Tone
 
 
-# After Okabe and Ito, whose colours people with any kind of colour vision tell apart; darker where white needs it.
+# Colours of Okabe and Ito, distinguishable with any kind of colour vision; some are darker, for a white page.
 BLUE, VERMILION, GREEN, AMBER, GREY = '#0072B2', '#D55E00', '#008F68', '#AD7A00', '#777777'
 PALETTE = (BLUE, VERMILION, GREEN, AMBER, '#B5578F', '#3388BB', GREY, '#000000')
 SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')  # of viridis
@@ -40,7 +40,7 @@ FATES = {
 DROPS = ('#D55E00', '#B5578F', '#8C510A', '#7B3294', '#B2182B')  # by reason
 INK, TEXT, LINE, GRID = '#1C2026', '#4A525C', '#8A929C', '#E3E6EA'  # of axes and labels
 PAGE, DARK_PAGE = '#FFFFFF', '#15181D'
-_LIGHTEST, _DARKEST = 0.84, 0.32  # places on viridis that are still seen on a white and on a dark page
+_LIGHTEST, _DARKEST = 0.84, 0.32  # places on viridis still visible on a white and on a dark page
 _ON_DARK = {
     BLUE: '#5BB5F0', VERMILION: '#FF9451', GREEN: '#2BCB9B', AMBER: '#F0B429', '#B5578F': '#EE9FCB',
     '#3388BB': '#9AD4F5', GREY: '#A6ADB5', INK: '#E8EBEF', TEXT: '#B9C1CB', LINE: '#6B737D', GRID: '#2B3138',
@@ -63,7 +63,7 @@ def shade_at(place: float) -> str:
 
 
 def order_shades(count: int) -> list[str]:
-    """Colours of `count` values in ascending order, as seen on a white page."""
+    """Colours of `count` values in ascending order, for a white page."""
     return [shade_at(_LIGHTEST * index / max(1, count - 1)) for index in range(count)]
 
 
@@ -76,10 +76,10 @@ def dark_colors() -> dict[str, str]:
 
 
 def choose_looks(members: Mapping[str, Mapping[str, object]]) -> tuple[str, dict[str, Look]]:
-    """The look of each member by its config fields: shades in the order of the numeric field in which they differ.
+    """Chooses the look of each member by its config fields: shades in the order of a numeric field that differs.
 
-    Returns (that field, looks); '' and the palette where no numeric field orders them. Members with one value of the
-    field have one colour, and differ in the style of their lines; looks are in that order. `run.seed` is no order.
+    Returns (field, looks); ('', palette looks) if no numeric field orders the members. Members with equal values of
+    the field share a colour and differ in line style; looks are in the field's order. `run.seed` is never chosen.
     """
     field = _ordering_field(members)
     if not field:
@@ -97,9 +97,9 @@ def channels(color: str) -> tuple[int, int, int]:
 
 
 def _ordering_field(members: Mapping[str, Mapping[str, object]]) -> str:
-    """The numeric field of most values: of three or more, or the only one in which the members differ.
+    """The numeric field with most values, if it has three or more or is the only field that differs; else ''.
 
-    Of several the first one that ascends in the order of the members.
+    Among equals, the first field that ascends in the order of the members.
     """
     if len(members) < 2:
         return ''
@@ -134,7 +134,7 @@ class Key:
     label: str
     color: str
     look: str = 'box'  # box, solid, dashed, dotted, dotdash, diamond, cross
-    name: str = ''  # of glyphs; '' = nothing to hide
+    name: str = ''  # the glyphs' name; '' = nothing to hide
 
     @property
     def dark(self) -> str:
@@ -149,8 +149,8 @@ class Chart:
     figure: UIElement
     title: str
     unit: str
-    alt: str  # what it shows, for those who do not see it
-    table: Table  # its numbers, opened at a click; empty where another table of the page has them
+    alt: str  # the content in words, for screen readers
+    table: Table  # its numbers, opened at a click; empty if another table of the page has them
     caption: str = ''
     wide: bool = False  # over two columns of a grid
     keys: Sequence[Key] = ()
@@ -158,7 +158,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Charts beside each other, by name; a single one has the whole width."""
+    """Charts side by side, by name; a single chart has the whole width."""
 
     charts: Mapping[str, Chart]
 
@@ -172,7 +172,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Absent:
-    """Why there is nothing to show."""
+    """The reason why there is nothing to show."""
 
     text: str
 
@@ -196,7 +196,7 @@ class Section:
 
 
 def describe_missing_library(file: str) -> str:
-    """The sentence on a page that cannot be made here, '' where the plotting library is installed."""
+    """The sentence on a page that cannot be made here; '' if the plotting library is installed."""
     if importlib.util.find_spec(LIBRARY) is not None:
         return ''
     return f'{file} needs the package {LIBRARY}, which is not installed: {describe_install(EXTRA)}'
@@ -205,7 +205,7 @@ def describe_missing_library(file: str) -> str:
 def render_web_page(
     title: str, head: Sequence[Block | None], sections: Sequence[Section], state: tuple[str, Tone] | None = None
 ) -> str:
-    """The page; `head` is above the links to the sections, `state` of the run beside the title."""
+    """The page as HTML; `head` goes above the links to the sections, the run's `state` next to the title."""
     from bokeh.document import Document
     from bokeh.embed import components
     from bokeh.resources import Resources
@@ -214,7 +214,7 @@ def render_web_page(
     shown = [(section, [block for block in section.blocks if block]) for section in sections]
     figures = _figures([block for _, blocks in shown for block in blocks])
     document = Document()
-    with document.models.freeze():  # or each figure is searched again for every other one
+    with document.models.freeze():  # else Bokeh searches every figure again for each other one
         for figure in figures.values():
             document.add_root(figure)
     script, divisions = components(figures) if figures else ('', {})
@@ -241,7 +241,7 @@ def _figures(blocks: Sequence[Block]) -> dict[str, UIElement]:
 
 
 def _context(block: Block) -> Mapping[str, object]:
-    """What the template reads of a block."""
+    """The block's context for the template."""
     if isinstance(block, Text):
         return {'kind': 'text', 'text': block.text}
     if isinstance(block, Absent):
@@ -268,7 +268,7 @@ def _template() -> jinja2.Template:
 
 
 def _mark_code(text: str) -> markupsafe.Markup:
-    """Escaped; text between backticks is code."""
+    """Escapes the text and marks text between backticks as code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', str(escape(text))))

@@ -1,6 +1,6 @@
-"""The rules of engines: how each comes, gets its weights, decodes and goes, and which states a server passes through.
+"""The rules of engines: how each joins, gets its weights, decodes and leaves, and the states of a server.
 
-log_rules.py puts events through them; generation_rules.py has what engines in this process compute.
+log_rules.py applies them; generation_rules.py has the rules of the computation in this process's engines.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ENGINE_KINDS = frozenset(
     )
 )  # fmt: skip
 _FIRST_VERSION = 6  # of the log from which on these rules hold
-_OUT = ('unknown', 'quarantined')  # states from which a server comes back by a fence
-_LATER: dict[str, tuple[str, ...]] = {  # states by the one before
+_OUT = ('unknown', 'quarantined')  # states that a server leaves by a fence
+_LATER: dict[str, tuple[str, ...]] = {  # allowed next states, by state
     'registered': ('syncing', *_OUT, 'gone'),
     'syncing': ('probing', 'serving', *_OUT, 'gone'),
     'probing': ('serving', 'syncing', *_OUT, 'gone'),
@@ -72,13 +72,13 @@ class EngineRules:
         self._incarnations: dict[str, int] = {}
         self._joining = ''  # the server whose state is about to be `serving`
         self._commits: dict[str, tuple[int, int]] = {}  # version and done phases, by server
-        self._fenced: set[str] = set()  # servers that were, since they went out of service
+        self._fenced: set[str] = set()  # servers that were fenced since they went out of service
         self._probes: dict[str, str] = {}  # outcome of the last probe that counts, by server
         self._slots: dict[str, int] = {}  # by engine and kind of dispatch
         self._spared: set[str] = set()  # classes of hardware
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         kind = event['kind']
         if event['kind'] == 'log':
             self._start_anew(event['version'])
@@ -199,7 +199,7 @@ class EngineRules:
         elif event['kind'] == 'probe':
             engine = event['engine']
             self._probes[engine] = event['outcome']
-            if (state := self._states.get(engine)) not in ('probing', 'syncing', *_OUT):  # it was, when it was asked
+            if (state := self._states.get(engine)) not in ('probing', 'syncing', *_OUT):  # probing when asked
                 yield f'{engine} has answered a probe ({event["outcome"]}), and is {state or "not registered"}'
         elif event['kind'] == 'fence':
             self._fenced.add(event['engine'])
@@ -256,9 +256,9 @@ def _check_prefill(event: PrefillEvent | EvaluationPrefillEvent) -> Iterator[str
         yield f'{name} has a prefill with tokens={tokens}, and its bucket has {bucket}'
 
 
-# The rules of groups that have ended: why one is dropped, how old a trained one may be, and what a friction changed.
+# The rules of groups that have ended: why a group is dropped, its age when trained, and the changes by a friction.
 #
-# log_rules.py puts events through them.
+# log_rules.py applies them.
 
 
 BATCH_KINDS = frozenset(('finish', 'reward', 'buffer', 'drop', 'consume', 'friction'))
@@ -269,7 +269,7 @@ class BatchRules:
     """Follows answers from their end into a batch, event by event.
 
     Args:
-      max_token_age: in versions, beyond which a group is dropped; None = none is.
+      max_token_age: the age in versions above which a group is dropped; None = no group is.
     """
 
     kinds = BATCH_KINDS
@@ -278,12 +278,12 @@ class BatchRules:
         self._max_token_age = max_token_age
         self._updates = 0  # batches formed
         self._oldest: collections.defaultdict[int, dict[int, int]] = collections.defaultdict(dict)  # version, by answer
-        self._paid: collections.defaultdict[int, dict[int, float]] = collections.defaultdict(dict)  # likewise, rewards
+        self._paid: collections.defaultdict[int, dict[int, float]] = collections.defaultdict(dict)  # reward, by answer
         self._buffered: set[int] = set()
         self._batch: dict[int, dict[int, float]] = {}  # rewards by draw and sample, of the last batch
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         if event['kind'] == 'finish':
             self._note_versions(event)
         elif event['kind'] == 'reward':
@@ -310,7 +310,7 @@ class BatchRules:
             self._oldest[draw].pop(sample, None)
 
     def _age(self, draw: int) -> int:
-        """Versions that the weights are ahead of the oldest token of the group."""
+        """The age of the group's oldest token, in versions."""
         paid = self._paid.get(draw, {})
         oldest = [version for sample, version in self._oldest.get(draw, {}).items() if sample in paid]
         return self._updates - min(oldest, default=self._updates)

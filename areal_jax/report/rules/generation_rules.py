@@ -1,8 +1,7 @@
 """The rules of generation in this process: every token of an answer comes from a dispatch that had its KV cache.
 
-log_rules.py puts every event of a run with engines in this process through them. A dispatch of decoding gives each
-answer in its slots `steps` tokens, or fewer where the answer ends in it. So the dispatches of an answer and its length
-determine each other.
+log_rules.py applies them to runs with engines in this process. A dispatch of decoding gives each answer in its slots
+`steps` tokens, or fewer if the answer ends in it. So the dispatches of an answer and its length determine each other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from areal_jax.events.schema import (
 )
 from areal_jax.report.engine_work import Key, PromptLengths, can_end, can_sum
 
-_FIRST_VERSION = 4  # of the log from which on `prefill` names all whose tokens it computes, and `rebuilt`
+_FIRST_VERSION = 4  # of the log; since then `prefill` names every request that it computes, and has `rebuilt`
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,16 +33,16 @@ class Dispatch:
     name: str
     steps: int
     version: int
-    tokens: int  # that are delivered to answers
-    positions: int | None  # that its rows see; None = not comparable
+    tokens: int  # delivered to answers
+    positions: int | None  # seen by its rows; None = not comparable
     known: int = 0  # the part of `tokens` in answers whose share is known
-    seen: int = 0  # positions of these, without prompts
-    prompts: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # tokens of these
+    seen: int = 0  # positions that these tokens saw, without prompts
+    prompts: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # known tokens by prompt
     open: int = 0  # answers whose share is not known yet
-    ended: list[tuple[Key, int]] = dataclasses.field(default_factory=list)  # prompt, tokens before, of an evaluation
+    ended: list[tuple[Key, int]] = dataclasses.field(default_factory=list)  # of an evaluation: prompt, tokens before
 
     def compare_ended(self, lengths: Mapping[Key, int]) -> str:
-        """Whether answers that ended in it can have had the tokens that are left."""
+        """Checks that the answers that ended in it can explain the remaining tokens and positions; '' if they can."""
         assert self.positions is not None
         left = self.positions - self.seen - sum(lengths[key] * count for key, count in self.prompts.items())
         before = [lengths[key] + tokens for key, tokens in self.ended]
@@ -61,8 +60,8 @@ class Answer:
 
     prompt: Key
     segments: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (version, tokens), neighbors differ
-    settled: int = 0  # tokens of these
-    last: Dispatch | None = None  # the only one whose share of tokens is not known
+    settled: int = 0  # tokens of the segments
+    last: Dispatch | None = None  # the only dispatch whose share of tokens is not known
     computed: int | None = None  # version under which its KV cache is computed; None = it is not
     decoded: bool = False  # since its cache was computed
 
@@ -74,7 +73,7 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """So far, where it goes on after its last dispatch."""
+        """Tokens so far, if it did not end in its last dispatch."""
         return self.settled + (self.last.steps if self.last else 0)
 
     def forget_cache(self) -> None:
@@ -83,20 +82,20 @@ class Answer:
 
 @dataclasses.dataclass(eq=False)
 class _Computing:
-    """What is computed from an instant at which all slots are ready until the next one."""
+    """The prefill work from one instant at which all slots are ready to the next."""
 
     engine: str
     begins_empty: bool  # nothing is in the cache: every prompt is computed
-    waiting: set[str] = dataclasses.field(default_factory=set)  # requests that have not decoded since
+    waiting: set[str] = dataclasses.field(default_factory=set)  # prefilled requests that have not decoded since
     own: int = 0  # tokens of started answers
     computed: int = 0  # tokens of started answers and their prompts
-    computed_new: int = 0  # of prompts of answers that have not
-    computed_own: int | None = 0  # of `computed`, without prompts; None: before version 8 of the log
-    begun: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # requests by prompt
+    computed_new: int = 0  # tokens of prompts whose answers have not started
+    computed_own: int | None = 0  # the part of `computed` without prompts; None: before version 8 of the log
+    begun: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # started ones by prompt
     new: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)
 
     def compare(self, lengths: Mapping[Key, int]) -> str:
-        """A prompt is computed for the first request that needs it, and shared by the others and by equal prompts."""
+        """Compares the computed tokens with the prompts: requests with equal prompts may share one computation."""
         least = sum({lengths[key] - 1 for key in (*self.begun, *self.new)}) if self.begins_empty else 0
         found = self.computed - self.own + self.computed_new
         if found < least:
@@ -117,17 +116,17 @@ class _Engine:
     decoding: dict[int, int | None] = dataclasses.field(default_factory=dict)  # version by run under way
     decoded: tuple[float, int | None] | None = None  # steps and version of a run whose `decode` is due
     interrupted_for: int | None = None  # version of the last interruption, until it is loaded
-    is_empty: bool = True  # nothing was computed since the cache was given up
+    is_empty: bool = True  # nothing was computed since the cache was dropped
     computing: _Computing | None = None
-    is_torn: bool = False  # a request went while it was computed: part of its prompt may be left until the next version
+    is_torn: bool = False  # a request left during its prefill: part of its prompt may stay until the next version
 
 
 class CacheRules:
     """Follows the KV cache of every answer, event by event.
 
     Args:
-      answers: under way, by request; kept by the caller.
-      lengths: of prompts, as far as the log tells.
+      answers: the answers under way, by request; the caller updates the mapping.
+      lengths: the lengths of prompts, as far as the log determines them.
       keeps_cache: whether answers keep their KV cache under new weights.
       single_turn: whether an answer is one request.
     """
@@ -139,14 +138,14 @@ class CacheRules:
         self._engines: collections.defaultdict[str, _Engine] = collections.defaultdict(_Engine)
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         if event['kind'] == 'log':
             self._is_covered = event['version'] >= _FIRST_VERSION
             self._engines.clear()
             self._forget(self._answers)
         elif not self._is_covered:
             return
-        elif event['kind'] == 'save':  # requests in slots have given them up
+        elif event['kind'] == 'save':  # requests have left their slots
             self._forget(self._answers)
             for engine in self._engines.values():
                 engine.computing, engine.is_torn, engine.is_empty = None, False, True
@@ -173,7 +172,7 @@ class CacheRules:
             yield from self._decode(event)
 
     def decode_row(self, dispatch: Dispatch, name: str, request: str, answer: Answer) -> Iterator[str]:
-        """An answer is in a slot of a dispatch."""
+        """Notes that the answer was in a slot of the dispatch, and checks that its KV cache was computed."""
         if not self._is_covered:
             return
         answer.decoded = True
@@ -197,7 +196,7 @@ class CacheRules:
                     yield self._lengths.check((*computing.begun, *computing.new), computing.compare)
 
     def end(self, request: str) -> None:
-        """A request has left its engine."""
+        """Notes that a request has left its engine."""
         for engine in self._engines.values():
             if engine.computing is not None and request in engine.computing.waiting:
                 engine.computing, engine.is_torn = None, True
@@ -291,7 +290,7 @@ class CacheRules:
             self._forget(event['requests'])
             return
         for request in event['requests']:
-            if request in self._answers:  # a cache that is only computed in part is named by a prefill once more
+            if request in self._answers:  # if its cache is only partly computed, another prefill names the request
                 self._answers[request].computed = version
 
 
@@ -309,7 +308,7 @@ class GenerationRules:
     Args:
       keeps_cache: whether answers keep their KV cache under new weights (rollout.kv_policy='keep').
       single_turn: whether an answer is one request; else the lengths of answers are not compared with dispatches.
-      max_new_tokens: of an answer.
+      max_new_tokens: the bound on the tokens of an answer.
     """
 
     kinds = KINDS
@@ -325,7 +324,7 @@ class GenerationRules:
         self._dispatches: collections.Counter[str] = collections.Counter()  # number of the last one, by engine
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         if event['kind'] == 'log':
             yield from self._start_anew()
         elif event['kind'] == 'evaluate':
@@ -335,7 +334,7 @@ class GenerationRules:
             if not self._evaluating:
                 self._requests[event['draw'], event['sample']] = event['request']
             new = Answer((self._evaluating, event['draw']))
-            self._answers.setdefault(event['request'], new).forget_cache()  # of the turn before
+            self._answers.setdefault(event['request'], new).forget_cache()  # of the previous turn
         elif event['kind'] == 'save':
             yield from self._pause()
         elif event['kind'] == 'decode':
@@ -346,13 +345,13 @@ class GenerationRules:
         elif event['kind'] == 'preempt' or event['kind'] == 'move':
             yield from self._give_up(event)
         elif event['kind'] == 'leave':
-            del self._dispatches[event['engine']]  # one that joins under its name counts anew
+            del self._dispatches[event['engine']]  # an engine that joins under this name counts anew
         yield from self._cache.apply(event)
 
-    # Where the program stands still.
+    # Instants at which the program stands still.
 
     def _start_anew(self) -> Iterator[str]:
-        """What an evaluation had under way is asked again; answers of training go on as the checkpoint has them."""
+        """Forgets answers of evaluations, which are requested again; answers of training go back to the checkpoint."""
         for name in [name for name, one in self._answers.items() if one.prompt[0]]:
             del self._answers[name]
         self._evaluating = False
@@ -360,13 +359,13 @@ class GenerationRules:
         self._dispatches.clear()
 
     def _pause(self) -> Iterator[str]:
-        """Everything that was generated is delivered."""
+        """Settles every answer: all generated tokens have been delivered."""
         for answer in self._answers.values():
             if answer.last is not None:
                 yield from self._settle(answer, answer.last.steps)
 
     def _end_evaluation(self) -> Iterator[str]:
-        """The log does not tell how long its answers are; the positions that their last dispatches saw may."""
+        """Ends its answers. The log does not hold their lengths; positions of their last dispatches may tell them."""
         for name in [name for name, one in self._answers.items() if one.prompt[0]]:
             answer = self._answers.pop(name)
             if answer.last is not None:
@@ -395,12 +394,12 @@ class GenerationRules:
                     yield from self._settle(answer, answer.last.steps)
                 answer.last = dispatch
                 dispatch.open += 1
-            elif self._single_turn and self._ended.get(request) != 'cancelled':  # agents end answers of their own
+            elif self._single_turn and self._ended.get(request) != 'cancelled':  # agents may end their answers
                 yield f'{dispatch.name} decodes {request}, which is not under way'
         yield from self._compare(dispatch)
 
     def _settle(self, answer: Answer, tokens: int) -> Iterator[str]:
-        """The answer got so many tokens of its last dispatch; 0 = none, or unknown."""
+        """Notes that the answer got `tokens` tokens of its last dispatch; 0 = none, or unknown."""
         dispatch, answer.last = answer.last, None
         assert dispatch is not None
         dispatch.open -= 1
@@ -430,7 +429,7 @@ class GenerationRules:
             yield self._lengths.check(prompts, dispatch.compare_ended)
 
     def _give_up(self, event: PreemptEvent | MoveEvent) -> Iterator[str]:
-        """A request leaves its slot, or its engine, with all tokens; of a preempted one the prompt counts too."""
+        """Checks the tokens of a request that leaves its slot or engine; a preempted one counts its prompt too."""
         request, tokens = event['request'], event['tokens']
         answer = self._answers.get(request)
         if answer is None or not self._single_turn:

@@ -1,7 +1,7 @@
-"""The rules that every event log keeps, checked line by line: what the loop promises, as its log shows it.
+"""Checks an event log, line by line, against the promises of the loop.
 
 aggregates.py has the rule of draws: each is in exactly one state and only moves forward. The other modules here have
-rules of parts of the loop; docs/events.md lists them all.
+the rules of parts of the loop; docs/events.md lists all rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = frozenset(
         'evaluation_decode',
     )
 )  # fmt: skip
-_FIRST_VERSION = 6  # of the log from which on these rules hold, those of runs and of `restore` excepted
+_FIRST_VERSION = 6  # of the log from which on these rules hold, except the rules of runs and of `restore`
 _SLACK_S = 1e-6  # of sums of clock seconds
 _MADE_BY = {'train': 'the batch was formed', 'snapshot': 'it was trained', 'publish': 'it was copied'}
 
@@ -52,7 +52,7 @@ class _Run(NamedTuple):
     work: str
     amount: float
     asked_s: float
-    version: int | None  # that it is about, where it tells one
+    version: int | None  # the version that it is about, if the event has one
 
 
 class RunRules:
@@ -70,17 +70,17 @@ class RunRules:
         self._runs: dict[int, _Run] = {}  # under way
         self._begun: set[int] = set()  # numbers of runs, unique in a log since version 2
         self._updates = self._published = 0
-        self._made = {'train': 0, 'snapshot': 0, 'publish': 0}  # the last version of which this is done
+        self._made = {'train': 0, 'snapshot': 0, 'publish': 0}  # the last version for which this work is done
         self._fetched: set[tuple[str, int]] = set()  # lane and version
         self._starts = 0
-        self._restores = False  # the start goes on from a checkpoint, which `restore` is to tell
-        self._has_run = False  # anything since the start of the program
+        self._restores = False  # the program has started again; a `restore` must follow
+        self._has_run = False  # a run has begun since the start of the program
         self._ended_by = ''  # a signal or an error
-        self._evaluation: str | None = None  # the phase of the evaluation for which training waits
-        self._beside: int | None = None  # the version that is evaluated beside training
+        self._evaluation: str | None = None  # phase of the evaluation that training waits for
+        self._beside: int | None = None  # the version that is evaluated during training
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         if event['kind'] == 'run_start':
             yield from self._start_run(event)
         elif event['kind'] == 'run_done':
@@ -109,7 +109,7 @@ class RunRules:
         elif event['kind'] == 'load':
             yield from self._require_fetched(event['engine'], event['version'], 'loads')
         elif event['kind'] == 'join':
-            if self._has_run:  # else it has the weights that the program starts from
+            if self._has_run:  # an engine that joins before any run has the initial weights
                 yield from self._require_fetched(event['engine'], event.get('version', 0), 'joins with')
         elif event['kind'] == 'signal':
             self._ended_by = self._ended_by or f'the signal {event["name"]}'
@@ -190,7 +190,7 @@ class RunRules:
             self._made[run.work] = version
 
     def _require_made(self, work: str, version: int, run: str) -> Iterator[str]:
-        """Whether the version has come so far that this work is next. Training may be ahead of transfers."""
+        """Checks that this work is the version's next step. Training may be ahead of transfers."""
         done, made = self._made[work], self._made
         newest = {'train': self._updates, 'snapshot': made['train'], 'publish': made['snapshot']}[work]
         if self._is_covered and not (version == done + 1 and version <= newest):
@@ -223,7 +223,7 @@ class RunRules:
                 yield f'the evaluation of version {event["version"]} ends, and that of {self._beside} goes on'
             self._beside = None
         elif event['kind'] == 'evaluation_decode':
-            was_given_up = event.get('discarded') == event['tokens']  # the evaluation, while the dispatch was under way
+            was_given_up = event.get('discarded') == event['tokens']  # the evaluation ended during the dispatch
             if event['version'] != self._beside and not was_given_up:
                 yield (
                     f'dispatch {event["dispatch"]} of {event["engine"]} is of the evaluation of version '
@@ -231,7 +231,7 @@ class RunRules:
                 )
 
 
-_RESTARTS_VERSION = 6  # of the log from which on it is cut off where a checkpoint was saved
+_RESTARTS_VERSION = 6  # of the log from which on a restart cuts it off at the last saved checkpoint
 _FOLLOWED = frozenset(
     (
         'log', 'restore', 'draw', 'admit', 'buffer', 'drop', 'consume', 'publish', 'join', 'leave', 'load', 'interrupt',
@@ -243,12 +243,12 @@ _DELAY = re.compile(r'(fixed|uniform|every)\((?:0, ?)?(\d+)\)')
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the config promises."""
+    """The limits that the config sets."""
 
     groups_per_update: int  # B
-    eta: float  # of Eq. 3; in lock-step the longest delay of the schedule
+    eta: float  # eta of Eq. 3; in lock-step the longest delay of the schedule
     in_order: bool  # engines load versions in ascending order; not so in lock-step
-    max_running: float  # inf where groups are admitted by need
+    max_running: float  # inf if groups are admitted by need
     buffer_capacity: int
     max_admitted: int  # groups that the run can train in all
     in_process: bool  # engines load a version before it counts as published
@@ -256,12 +256,12 @@ class Limits:
     max_new_tokens: int
     keeps_cache: bool  # answers keep their KV cache under new weights
     single_turn: bool  # an answer is one request
-    max_token_age: int | None  # beyond which a group is dropped; None = none is
+    max_token_age: int | None  # age above which a group is dropped; None = no group is
     is_inline: bool  # the scorer runs in the process of the run
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
-        """From a resolved config, nested by section; raises KeyError or TypeError for any other mapping."""
+        """Reads a resolved config, nested by section; raises KeyError or TypeError for any other mapping."""
         schedule, batch = config['staleness']['schedule'], int(config['learner']['groups_per_update'])
         rollout = config['rollout']
         natural = schedule == 'natural'
@@ -283,7 +283,7 @@ class Limits:
 
 
 def _longest_delay(schedule: str) -> float:
-    """Versions; infinite where a file says them."""
+    """The longest delay in versions; infinite if a file lists the delays."""
     match = _DELAY.fullmatch(schedule)
     return math.inf if match is None else float(match[2]) - (match[1] == 'every')
 
@@ -293,11 +293,11 @@ class Rules(Protocol):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of the events that they follow."""
+        """The kinds of events that the rules follow."""
         ...
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence; '' is none."""
+        """Yields a sentence for each rule that the event breaks; '' stands for no rule."""
         ...
 
 
@@ -307,13 +307,13 @@ class LogRules:
     def __init__(self, limits: Limits):
         self._limits, self._ledger = limits, DrawLedger()
         self._before: Event | None = None
-        self._admitted = 0  # N of Eq. 3: groups that were dropped left it
-        self._version = self._published = 0  # that admission counts with; of the last `publish`
+        self._admitted = 0  # N of Eq. 3, less the dropped groups
+        self._version = self._published = 0  # version that admission uses; version of the last `publish`
         self._updates = 0  # batches formed
         self._next_draw = 0
         self._buffered: set[int] = set()
         self._engines: dict[str, int] = {}  # version by engine
-        self._swapped: dict[str, int] = {}  # by server, the version swapped in last, which it may not acknowledge
+        self._swapped: dict[str, int] = {}  # by server, the last version swapped in, perhaps never acknowledged
         self._left_out: set[str] = set()  # engines that get no new requests (rollout.slow_engines)
         self._followers: dict[str, list[Rules]] = collections.defaultdict(list)  # by kind of event
         for rules in _build_parts(limits, self._ledger):
@@ -321,7 +321,7 @@ class LogRules:
                 self._followers[kind].append(rules)
 
     def apply(self, event: Event) -> str:
-        """Which rule the event breaks, as a sentence; '' for none."""
+        """Returns a sentence on the first rule that the event breaks; '' if it breaks no rule."""
         before, self._before = self._before, event
         broken = find_edit(event, before) or self._apply_ledger(event)
         for found in self._break_rules(event, before):
@@ -383,7 +383,7 @@ class LogRules:
 
     def _admit(self, event: AdmitEvent) -> Iterator[str]:
         limits, draw = self._limits, event['draw']
-        running = self._ledger.count('running') - 1  # the ledger has the new one already
+        running = self._ledger.count('running') - 1  # the ledger already counts the new group
         self._admitted += 1
         if (self._admitted - 1) // limits.groups_per_update > self._version + limits.eta:
             yield (
@@ -411,7 +411,7 @@ class LogRules:
         self._buffered -= set(draws)
 
     def _note_version(self) -> None:
-        """Admission counts a version when every engine of the process has it; in lock-step, and of servers, at once."""
+        """Updates admission's version, which waits for all engines; in lock-step and with servers it does not wait."""
         waits = self._limits.in_order and self._limits.in_process
         self._version = min([self._published, *(self._engines.values() if waits else ())])
 
@@ -476,7 +476,7 @@ def _build_parts(limits: Limits, ledger: DrawLedger) -> list[Rules]:
 
 
 def find_violation(events: Iterable[Event], limits: Limits) -> tuple[int, str] | None:
-    """(line, which rule it breaks) of the first line that breaks one; None where all are kept."""
+    """Returns (line, sentence on the broken rule) for the first line that breaks a rule; None if none does."""
     rules = LogRules(limits)
     for line, event in enumerate(events, start=1):
         if broken := rules.apply(event):

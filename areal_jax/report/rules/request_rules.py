@@ -1,7 +1,7 @@
-"""The rules of requests: where each one is, from the engine that it is sent to until its answer has ended.
+"""The rules of requests: which engine has each request, from its routing to the end of its answer.
 
-log_rules.py puts events through them. In this process a request is queued in the line after the one that tells its
-engine; a server that is dead does not queue what it is sent, and the request goes on elsewhere.
+log_rules.py applies them. An engine in this process queues a request in the next line of the log; a dead server does
+not queue the requests that it is sent, and they move to another server.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ REQUEST_KINDS = frozenset(
     )
 )  # fmt: skip
 _FIRST_VERSION = 6  # of the log from which on these rules hold
-_PROBE_DRAW = str(2**31 - 1)  # rollout/servers/keeper.py: a probe is no answer, and is sent by no route
+_PROBE_DRAW = str(2**31 - 1)  # rollout/servers/keeper.py: a probe has no answer and no `route` event
 
 
 class RequestRules:
     """Follows requests, event by event.
 
     Args:
-      ledger: of draws, which has each event before these rules.
+      ledger: the ledger of draws; gets each event before these rules.
       in_process: whether the engines are in this process.
       single_turn: whether an answer is one request; a turn of an agent ends without an event.
       group_size: answers of a group.
-      max_new_tokens: of an answer.
+      max_new_tokens: the bound on the tokens of an answer.
     """
 
     kinds = REQUEST_KINDS
@@ -60,19 +60,19 @@ class RequestRules:
         self._group_size, self._max_new_tokens = group_size, max_new_tokens
         self._is_covered = self._evaluating = False
         self._engines: dict[str, str] = {}  # state by engine
-        self._probed: set[str] = set()  # engines that were asked to answer a probe since they served last
-        self._due: dict[str, str] = {}  # engine by request that was sent there and is not queued
+        self._probed: set[str] = set()  # engines that were sent a probe since they last served
+        self._due: dict[str, str] = {}  # by request that was sent but is not queued yet: the engine
         self._at: dict[str, str] = {}  # engine by request
         self._queued: set[tuple[str, str]] = set()  # (engine, request) since the start of the program
-        self._attempts: dict[str, int] = {}  # engines that have failed a request
+        self._attempts: dict[str, int] = {}  # by request: engines that have failed it
         self._kept: dict[str, int] = {}  # tokens of an answer that were received when it moved
         self._brought: collections.Counter[str] = collections.Counter()  # tokens of the calls of a request
-        self._moved: set[str] = set()  # requests whose tokens are not those of their calls alone
+        self._moved: set[str] = set()  # requests whose tokens come from more than their calls
         self._answers: dict[tuple[int, int], str] = {}  # request by draw and sample, of training
         self._ended: set[tuple[int, int]] = set()  # draw and sample
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         if event['kind'] == 'log':
             self._start_anew(event['version'])
         elif not self._is_covered:
@@ -108,7 +108,7 @@ class RequestRules:
             self._follow_engine(event)
 
     def _start_anew(self, version: int) -> None:
-        """What was open is asked for again; what calls brought until the checkpoint stays with the answers."""
+        """Forgets open requests, which are sent again; tokens that calls brought before the checkpoint still count."""
         self._is_covered, self._evaluating = version >= _FIRST_VERSION, False
         self._engines.clear()
         self._probed.clear()
@@ -167,7 +167,7 @@ class RequestRules:
         self._due.clear()
 
     def _require_there(self, engine: str, requests: list[str] | list[str | None], does: str) -> Iterator[str]:
-        """Of engines in this process; a request that has ended may still be in a slot of the dispatch under way."""
+        """Engines in this process only. An ended request may still be in a slot of the dispatch under way."""
         if not (self._in_process and self._single_turn):
             return
         at = self._at
@@ -245,11 +245,11 @@ def _is_probe(request: str) -> bool:
 
 # The rules of rewards: each finished answer has one, it is what its verifier said, and the buffer holds no other.
 #
-# log_rules.py puts events through them. An attempt at verification is a call of a worker process, or the start of one
-# that died before it could be called.
+# log_rules.py applies them. An attempt at verification is a call of a worker process, or the start of a worker that
+# died before it could be called.
 
 
-_REWARDS_VERSION = 8  # of the log from which on `buffer` has the rewards
+_REWARDS_VERSION = 8  # of the log; since then `buffer` has the rewards
 _UNSCORED = ('cancelled', 'lost', *UNSCORED)  # reasons of answers that no verifier sees
 _Reply = tuple[int, float, str]  # attempt, reward, label
 REWARD_KINDS = frozenset(
@@ -264,8 +264,8 @@ class RewardRules:
 
     Args:
       group_size: answers of a group.
-      is_inline: whether the scorer runs in this process, which takes one attempt.
-      single_turn: whether an answer is one request; own workflows may have more reasons why one ended.
+      is_inline: whether the scorer runs in this process, where it gets one attempt.
+      single_turn: whether an answer is one request; other workflows may have more reasons for an end.
     """
 
     kinds = REWARD_KINDS
@@ -273,18 +273,18 @@ class RewardRules:
     def __init__(self, group_size: int, *, is_inline: bool, single_turn: bool):
         self._group_size, self._is_inline, self._single_turn = group_size, is_inline, single_turn
         self._evaluating = False
-        self._finished: dict[int, dict[int, str]] = {}  # reason by draw and sample, as the next
+        self._finished: dict[int, dict[int, str]] = {}  # reason, by draw and sample
         self._rewards: collections.defaultdict[int, dict[int, RewardEvent]] = collections.defaultdict(dict)
-        self._checked: dict[tuple[int, int], set[str]] = {}  # kinds of what was told of a verdict, by draw and sample
-        self._asked: dict[int, tuple[int, int, bool]] = {}  # draw, attempt, and whether a worker starts, by run
+        self._checked: dict[tuple[int, int], set[str]] = {}  # kinds of events of a verdict, by draw and sample
+        self._asked: dict[int, tuple[int, int, bool]] = {}  # by run: draw, attempt, whether a worker starts
         self._attempts: collections.Counter[tuple[int, int]] = collections.Counter()  # not yet used, by draw and number
-        self._has_attempts = False  # of this start: its runs tell of which answer they are an attempt
+        self._has_attempts = False  # runs of this start name the answer that they verify
         self._replies: collections.defaultdict[int, list[_Reply]] = collections.defaultdict(list)  # by draw
-        self._has_rewards = False  # `buffer` has, by the version of the log
-        self._has_replies = False  # of this start: the real clock logs what worker processes say
+        self._has_rewards = False  # `buffer` has rewards in this version of the log
+        self._has_replies = False  # this start logs the replies of worker processes (real clock)
 
     def apply(self, event: Event) -> Iterator[str]:
-        """Which rules the event breaks, each as a sentence."""
+        """Yields a sentence for each rule that the event breaks."""
         if event['kind'] == 'log':
             self._evaluating = self._has_replies = self._has_attempts = False
             self._has_rewards = event['version'] >= _REWARDS_VERSION
@@ -323,7 +323,7 @@ class RewardRules:
             self._attempts[draw, attempt] += 1
 
     def _note_reply(self, event: RunDoneEvent) -> None:
-        """A worker that dies while it starts, in place of one that died before, ends the attempt as well."""
+        """Notes a verifier's reply. A replacement worker that dies while it starts ends the attempt as well."""
         draw, attempt, starts = self._asked.pop(event['run'])
         if starts and 'failure' in event:
             self._attempts[draw, attempt] += 1
@@ -369,7 +369,7 @@ class RewardRules:
                 yield f'{name} has the reward {value:g} ({event["label"]}), and the verifier said {replies}'
 
     def _take_attempts(self, event: RewardEvent, name: str) -> Iterator[str]:
-        """Each attempt of an answer was asked for; of how many there may be, the config of a later start may differ."""
+        """Checks that each attempt was asked for. Its bound is not checked: the config of a later start may differ."""
         attempts = event['attempts']
         if attempts < 1 or (attempts > 1 and self._is_inline and not self._has_attempts):
             most = ' (task.verifier=inline)' if self._is_inline else ' or more'
@@ -410,7 +410,7 @@ class RewardRules:
             yield f'draw {draw} is dropped ({reason}), and its answers ended by {sorted(reasons)}'
 
     def _close(self, draw: int) -> Generator[str, None, tuple[list[float], int]]:
-        """Returns the rewards by sample, and how many answers have none."""
+        """Returns the rewards in order of samples, and the number of answers without one."""
         finished, rewards = self._finished.pop(draw, {}), self._rewards.pop(draw, {})
         self._replies.pop(draw, None)
         for sample in range(self._group_size):
@@ -424,7 +424,7 @@ class RewardRules:
 
 
 def _read_reply(event: RunDoneEvent) -> tuple[float, str]:
-    """Reward and label of the attempt that a call of a worker process was; as tasks/scoring/verifier.py reads it."""
+    """Reward and label of a call of a worker process, read as in tasks/scoring/verifier.py."""
     if 'failure' in event:
         return 0.0, 'timeout' if event['failure'] == 'TimeoutError' else 'crash'
     try:
