@@ -225,7 +225,7 @@ class DecodeBackend(Protocol):
 
     @property
     def largest_piece(self) -> int:
-        """The tokens of the longest piece; longer sequences are prefilled in pieces of this length, the last shorter."""
+        """The tokens of the longest piece; longer sequences are prefilled in pieces of this length, the rest last."""
         ...
 
     def prefill(self, weights: Weights, state: State, pieces: Sequence[PrefillPiece]) -> State:
