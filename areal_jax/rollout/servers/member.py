@@ -108,14 +108,13 @@ class HeldWeights:
 class RemoteEngine(RolloutEngine, Protocol):
     """An engine behind a network.
 
-    A pause holds as long as this client renews it, where the engine knows leases: see rollout/http/pauses.py.
+    If the engine knows leases, a pause lasts as long as this client renews it: see rollout/http/pauses.py.
 
-    `generate`, `cancel`, `resume`, `open_requests` and `status` do not wait for the network; `status` gives what was
-    heard last. `stage`, `swap` and `pause` raise RefusedError, FencedError or OutcomeUnknownError where they are not
-    done. To stage
-    the version that is staged or held already is allowed and may do nothing. The pool gives up whatever takes longer
-    than its own deadline by cancelling it, and then takes the outcome for unknown. A request may come again after its
-    `cancel`, with more of its prefix: on the wire it needs an id of its own then.
+    `generate`, `cancel`, `resume`, `open_requests` and `status` do not wait for the network; `status` returns the last
+    known values. `stage`, `swap` and `pause` raise RefusedError, FencedError or OutcomeUnknownError if they are not
+    done. Staging the version that is staged or held already is allowed and may do nothing. The pool cancels every
+    action that takes longer than the pool's deadline, and then takes the outcome for unknown. A request may come again
+    after its `cancel`, with more of its prefix: then it needs a new id on the wire.
     """
 
     async def ask(self) -> HeldWeights:

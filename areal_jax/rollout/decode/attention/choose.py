@@ -175,13 +175,13 @@ def _capability(device: jax.Device) -> tuple[int, int] | None:
 
 # The check of a decode attention at start-up, on the device, in the dtype and with the heads and blocks of the run.
 #
-# It runs when the backend chooses one. Kernels were written without a device at hand, and one that reads a wrong page
-# or a masked position would decode on, only worse.
+# It runs when the backend chooses an implementation. Kernels were written without a device at hand, and a kernel that
+# reads a wrong page or a masked position would still decode, only worse.
 
 
-TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
+TABLE_BLOCKS = 4  # length of the check's tables, for implementations that are made for one table length
 ROWS = 8  # sequences of the check
-_FREE_BLOCKS = 2  # not used by any row: they hold NaN, like all that belongs to no sequence
+_FREE_BLOCKS = 2  # not used by any row: they hold NaN, like every position outside the sequences
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
 _ALLOWED_FLOAT32_ON_CPU = 1e-4

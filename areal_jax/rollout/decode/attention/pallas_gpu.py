@@ -110,7 +110,7 @@ class PallasGpuAttention:
 
 
 def _pages_of(tables: jax.Array, pages_of_block: int, pages_of_part: int) -> jax.Array:
-    """Returns the pages of all listed blocks, padded to whole parts with page 0, which lengths mask; int32 [B, pages]."""
+    """Returns int32 [B, pages]: the pages of all listed blocks, padded to whole parts with page 0 (beyond lengths)."""
     pages = (tables[..., None] * pages_of_block + jnp.arange(pages_of_block, dtype=jnp.int32)).reshape(len(tables), -1)
     return jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % pages_of_part)))
 

@@ -24,7 +24,7 @@ _MOST_QUERIES = 8  # rows in one step of the grid: the kernel computes the score
 class PallasTpuAttention:
     """loops.CacheAttention; a layer is one array [blocks, T, 2 K', D'] of key, value, key, value, ... by head.
 
-    K' and D' are padded to sizes that the kernel takes. The kernel also reads positions before a window, and masks them.
+    K' and D' are padded to sizes that the kernel takes. Positions before a window are read too, and masked.
 
     Args:
       kv_heads, head_dim: K and D of the model, on one device.
