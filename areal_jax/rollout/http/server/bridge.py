@@ -250,7 +250,7 @@ class Bridge:
     async def act(
         self, name: str, run: Callable[[GenerationService], Awaitable[Result]], deadline_s: float | None = None
     ) -> Result:
-        """Runs `run` on the host's loop and returns its result; raises its UserError, and TimeoutError at the deadline."""
+        """Returns the result of `run` on the host's loop; raises its UserError, and TimeoutError at the deadline."""
         future: asyncio.Future[object] = self._loop.create_future()
 
         def settle(result: object, error: UserError | None) -> None:
@@ -270,7 +270,7 @@ class Bridge:
         return await self.act('look', lambda service: service.look(), self.limits.reply_s)
 
     async def tokenize(self, call: Call) -> Call:
-        """Replaces texts and messages by token ids; raises RequestError, also for prompts that the model cannot take."""
+        """Replaces texts and messages by token ids; raises RequestError, also for prompts that the model can not take."""
         if unknown := [name for name in call.model_columns if name not in self._recorded]:
             fix = 'is not served: start the server with rollout.record_routes=True and a model with experts'
             raise refuse(ASKED.format(unknown[0]), True, fix)

@@ -1,9 +1,9 @@
 """Access control of a server: callers with its key; without a key the programs of its machine, and no web page.
 
-A page of any address may send this server a POST with the content type of a form, also under a host name that the page's
-owner points at this machine (DNS rebinding). The browser reveals this by Origin, by Sec-Fetch-Site, and by the Host that
-the page used. A form cannot send a body of the type application/json: for it a browser asks for permission first (CORS
-preflight), which this server never gives.
+A page of any address may send this server a POST with the content type of a form, also under a host name that the
+page's owner points at this machine (DNS rebinding). The browser reveals this by Origin, by Sec-Fetch-Site, and by the
+Host that the page used. A form cannot send a body of the type application/json: for it a browser asks for permission
+first (CORS preflight), which this server never gives.
 """
 
 from __future__ import annotations
