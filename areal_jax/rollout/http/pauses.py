@@ -166,10 +166,10 @@ class Pauses:
         self._why_fenced, self.client = {self.client: why}, ''
 
 
-# What the pauses of a server do to its engine and its scorer; the service has these methods as its own.
+# The effects of pauses on a server's engine and scorer; the service exposes these methods.
 
 
-_REGISTRATION_S = 60.0  # lease of the pause in which a new client ends what others have left
+_REGISTRATION_S = 60.0  # lease of the pause in which a new client ends leftover requests
 
 
 class Pausing:

@@ -86,9 +86,9 @@ class Texts:
         return self._tokenizer.encode_prompt(text) if adds_special else self._tokenizer.encode(text)
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
-        """int32 [P]: special tokens where the template writes them, ordinary text where messages or tools spell them.
+        """Encodes a conversation, int32 [P]: only the template's special tokens are special, text in messages is not.
 
-        Calls take turns, since one process renders all of them. The first one starts it.
+        Calls take turns, because one process renders all of them. The first call starts it.
         Raises RequestError for tools that the template of the model does not show.
         """
         conversations = [[message.describe() for message in messages]]
@@ -127,10 +127,10 @@ class Texts:
         return '' if token in self.end_ids else self.token_bytes.text_of(token)
 
 
-# Which reader takes the tokens of an answer.
+# The choice of the reader for the tokens of an answer.
 
 
-_ID_BYTES = 12  # random, of the id of a call
+_ID_BYTES = 12  # random bytes of a tool call's id
 
 
 class AnswerReaders:
@@ -270,7 +270,7 @@ class Bridge:
         return await self.act('look', lambda service: service.look(), self.limits.reply_s)
 
     async def tokenize(self, call: Call) -> Call:
-        """Replaces texts and messages by token ids; raises RequestError, also for prompts that the model can not take."""
+        """Replaces texts and messages by token ids; raises RequestError, also if the model can not take the prompt."""
         if unknown := [name for name in call.model_columns if name not in self._recorded]:
             fix = 'is not served: start the server with rollout.record_routes=True and a model with experts'
             raise refuse(ASKED.format(unknown[0]), True, fix)

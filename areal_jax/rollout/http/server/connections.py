@@ -48,10 +48,7 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None  # aiohttp forgets the transport before all is written
         self._is_served = False  # a request is being received or answered
         self._head_since_s: float | None = None
-        self._unread, self._unread_since_s = (
-            0,
-            0.0,
-        )  # bytes that the peer has not read, and since when this number is unchanged
+        self._unread, self._unread_since_s = 0, 0.0  # bytes that the peer has not read, and when it last read some
         self._closing_since_s: float | None = None
 
     # What aiohttp calls.

@@ -56,7 +56,7 @@ _BLOCKS = [
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One route; its request fields are those that `parse` takes from the examples. The page shows the first example."""
+    """One route; its request fields are those that `parse` takes from the examples. The page shows the first."""
 
     path: str
     method: str
