@@ -1,4 +1,4 @@
-"""The connection to one server over HTTP: JSON out, JSON in. Coroutines run on the clock's I/O loop, and decode there."""
+"""The connection to one server over HTTP: JSON out, JSON in. Its coroutines run and decode on the clock's I/O loop."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def _read(status: int, text: str) -> Reply:
 
 
 # A pause of the engine returns the generated tokens, and the rest is requested again afterwards. So does a swap of
-# weights, unless the server keeps answers over it: either way the KV of answers is rebuilt. The weights of a version are
-# loaded in the pause, the server keeps no second copy, and replies have no log-probs of a truncated softmax.
+# weights, unless the server keeps answers over it: either way the KV of answers is rebuilt. The weights of a version
+# are loaded in the pause, the server keeps no second copy, and replies have no log-probs of a truncated softmax.
 CAPABILITIES = EngineCapabilities(
     logprobs=('behavior',),
     spans=True,

@@ -230,7 +230,7 @@ class ServerEngine:
             if not self._under_way:
                 self._busy_from_s = self._clock.now()
             self._under_way += 1
-            # new each time, because the server may know the last. No id is a prefix of another: SGLang would abort both
+            # new each time, as the server may know the last. No id is a prefix of another: SGLang would abort both
             request.wire_id = f'{request.request_id}/{next(self._calls)}.'
             request.versions = [self._version]
             self._start(f'request {request.request_id}', self._call(request))

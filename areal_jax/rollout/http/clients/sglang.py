@@ -2,7 +2,7 @@
 
 Replies of SGLang 0.5.23 have the spans of the versions that drew their tokens. Servers whose replies have spans keep
 their answers over an update (pause mode `retract`, some milliseconds; log-probs on both sides of the switch are exact).
-On other servers an update ends every answer (mode `abort`, a second: the server polls at this interval until all ended).
+On other servers an update ends every answer (mode `abort`, a second: the server's polling interval for their end).
 """
 
 from __future__ import annotations

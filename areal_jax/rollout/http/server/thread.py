@@ -160,7 +160,7 @@ def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dic
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address; port 0 takes a free one. Raises UserError if the address is unavailable."""
+    """Returns a socket bound to the address; port 0 takes a free one. Raises UserError for an unavailable address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
