@@ -1,4 +1,4 @@
-"""What the columns of one model are: rows that come from another process are held against it."""
+"""The form of one model's columns, against which rows from another process are checked."""
 
 from __future__ import annotations
 
