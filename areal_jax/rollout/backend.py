@@ -40,7 +40,7 @@ class SamplingSupport:
 
     vocab_size: int
     cuts: bool  # top_k, top_p and min_p
-    adjusts: bool  # what SamplingParams.adjusts says
+    adjusts: bool  # parameters of SamplingParams.adjusts
     stop_tokens: int  # maximum of a request
     biased_tokens: int  # maximum of a request
 
@@ -51,7 +51,7 @@ class SamplingSupport:
         self.check_programs(request)
 
     def check_programs(self, request: GenerationRequest) -> None:
-        """The second half of `check`, cheap enough for every row of every dispatch."""
+        """Does the second half of `check`, cheap enough for every row of every dispatch."""
         if problem := self._beyond_programs(request.sampling):
             raise SamplingError(f'request {request.request_id}: {problem}')
 
@@ -77,7 +77,7 @@ class SamplingSupport:
 
 
 def _out_of_range(params: SamplingParams) -> str:
-    """Describes the first parameter that is invalid for every engine; '' = none is."""
+    """Describes the first parameter that is out of range for every engine; '' = all are in range."""
     for name, (least, most) in _RANGES.items():
         value = getattr(params, name)
         if not (least <= value <= most or (name == 'temperature' and value == 0)):
@@ -150,7 +150,7 @@ class DecodeRow(NamedTuple):
     position: int  # of that token; the cache holds the positions before it
     limit: int  # the sequence ends (reason 'length') when it has this many tokens
     blocks: Sequence[int]  # as in PrefillPiece; they hold min(position + steps, limit - 1) positions or more
-    tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read where the request has penalties
+    tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read if the request has penalties
 
 
 @dataclasses.dataclass(frozen=True)

@@ -274,7 +274,7 @@ class Prefix:
 class CachedSequence:
     """The blocks of one request in a slot."""
 
-    version: int  # of the weights that its keys and values are computed with, the first where there are several
+    version: int  # of the weights that its keys and values are computed with; of several, the first
     prefix: Prefix | None  # None: the prompt has one token
     own: list[int]  # blocks after the whole blocks of the prefix
     blocks: list[int]  # position p is in blocks[p // block_tokens]

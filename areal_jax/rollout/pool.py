@@ -29,7 +29,7 @@ from areal_jax.types import (
 
 
 class EngineError(UserError, ValueError):
-    """An engine lacks what the run needs; the message names both and the setting that needs it."""
+    """An engine lacks an ability that the run needs; the message names both and the setting that needs it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def needs_pinned(setting: str) -> Requirement:
 
 
 def require_capabilities(engines: Iterable[RolloutEngine], requirements: Sequence[Requirement]) -> None:
-    """Raises EngineError for the first engine that lacks what the run needs."""
+    """Raises EngineError for the first engine that lacks an ability that the run needs."""
     for engine in engines:
         for requirement in requirements:
             if not requirement.holds(engine.capabilities):
@@ -228,8 +228,8 @@ class Pool:
         self._open: dict[_Key, PooledGeneration] = {}  # in the order of arrival
         self._waiting: dict[_Key, PooledGeneration] = {}  # requests that no engine has
         self._slow_versions = slow_versions
-        self._before: dict[str, tuple[float, float]] = {}  # what engines had decoded before a resume, see _decoded
-        self._target: PublishedWeights | None = None  # what engines were given last
+        self._before: dict[str, tuple[float, float]] = {}  # decoded by engines before a resume, see _decoded
+        self._target: PublishedWeights | None = None  # last given to engines
         self._pinned: dict[int, PublishedWeights] = {}  # versions that engines keep or are fetching
         hardware = {engine.name: engine.status().hardware for engine in engines}
         self._tells_hardware = len({*hardware.values()}) > 1

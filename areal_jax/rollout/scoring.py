@@ -96,7 +96,7 @@ class Scorer:
         self._engine, self.backend, self._clock = engine, backend, clock
         self.totals = ScoringTotals()
         self._queue: list[_Waiting] = []
-        self._pass: list[_Waiting] = []  # what is being scored
+        self._pass: list[_Waiting] = []  # being scored
         self._pausing = self._passing = False
         self._wake = clock.event(f'{engine.name}: a sequence to score')
         self._passed = clock.event(f'{engine.name}: a scoring pass has ended')

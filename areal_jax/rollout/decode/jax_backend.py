@@ -73,7 +73,7 @@ class JaxDecodeBackend:
       prefill_buckets: ascending tokens of a packed prefill; longer sequences are prefilled in pieces of the last size.
       decode_steps: most tokens of a row in one `generate`.
       filtered: whether requests may use top_k, top_p or min_p.
-      adjusted: whether requests may use penalties, biases and minimum lengths. Servers' clients do so now and then, so
+      adjusted: whether requests may use penalties, biases and minimum lengths. Such requests come from many clients, so
         dispatches in which no request changes the softmax have separate programs without these computations.
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
@@ -504,9 +504,7 @@ class JaxScoring:
         where, params = self._placement, weights.params
         decoder, given = where.decoder, PackedPieces(*map(jnp.asarray, packed))
         attend_layer = where.over_heads(prefill.attend_pieces(where.attention, where.row_attention, given))
-        scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[
-            0
-        ]  # each layer overwrites the previous one
+        scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer overwrites the last
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
             nonlocal scratch

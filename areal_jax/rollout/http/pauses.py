@@ -176,9 +176,9 @@ class Pausing:
     """Pauses and resumes an engine and its scorer; used on the host's loop.
 
     Args:
-      scorer: of the same engine; None = there is none.
+      scorer: of the same engine; None = without scoring.
       open_requests: the names of the requests in the engine, a live collection.
-      emptied: set when there is none.
+      emptied: set when no request is open.
       cancel_all: ends all requests, also requests that wait for the end of a pause.
       start_held: starts the waiting requests, when the last pause has ended.
     """

@@ -118,7 +118,7 @@ class RemoteEngine(RolloutEngine, Protocol):
     """
 
     async def ask(self) -> HeldWeights:
-        """Asks the engine for its weights, which also shows that it serves; OutcomeUnknownError without an answer.
+        """Asks for the engine's weights, which also shows that it serves; raises OutcomeUnknownError without an answer.
 
         Never returns a version before all its weights are in use.
         """

@@ -17,7 +17,7 @@ from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
 
 class NativeAttention:
-    """loops.CacheAttention in C kernels; float32 only. Raises AttentionError if the machine can not compile them."""
+    """loops.CacheAttention in C++ kernels; float32 only. Raises AttentionError if the machine can not compile them."""
 
     name = 'native'
 

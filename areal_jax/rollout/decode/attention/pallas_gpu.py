@@ -1,9 +1,9 @@
 """The paged attention kernel of jax for NVIDIA GPUs (Pallas, Triton lowering) behind CacheAttention.
 
-It runs only where the check of choose.py passes, as it does on an H200 with jax 0.11.2 (docs/gpu.md). Facts about
+It runs only if the check of choose.py passes, as it does on an H200 with jax 0.11.2 (docs/gpu.md). Facts about
 the kernel of jax 0.10 to 0.12: it has no scale and no window; it takes sizes that are powers of two; and it multiplies
 masked values by 0, which does not hide a NaN, so no value that is written here is NaN or infinite. Its module is
-deprecated since jax 0.11: where it is missing, the check fails and another implementation is chosen.
+deprecated since jax 0.11: if it is missing, the check fails and another implementation is chosen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ragged paged attention kernel of jax for TPUs behind CacheAttention.
 
-It was written without a device, so it runs only where the check of choose.py passes. Facts about the kernel of jax
+It was written without a device, so it runs only if the check of choose.py passes. Facts about the kernel of jax
 0.10 to 0.12: keys and values of a token are interleaved by head in one array; head sizes are multiples of 128; the
 numbers of heads must fill whole tiles; a sequence without positions breaks the chain of its copies from memory, so rows
 of padding are left out or read one position.

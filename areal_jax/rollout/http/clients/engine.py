@@ -284,9 +284,8 @@ class ServerEngine:
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
                     self._start('abort', self._abort_call(arrival.wire_id))
                 elif len(piece.tokens):
-                    context = (
-                        {} if request.received_tokens else piece.context
-                    )  # later calls have answer tokens in their prompt
+                    # prompts of later calls contain answer tokens
+                    context = {} if request.received_tokens else piece.context
                     request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns, context))
 
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:

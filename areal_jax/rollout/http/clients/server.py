@@ -119,7 +119,7 @@ class Server:
         raise OutcomeUnknownError(f'{self._lane}: load of version {published.version} from {directory}: {failure}')
 
     async def prepare(self, published: PublishedWeights, locate: Callable[[PublishedWeights], str]) -> str:
-        """Returns the directory of a version that the server can load; raises RefusedError if there is none."""
+        """Returns the directory of a version that the server can load; raises RefusedError without one."""
         if self._receiver is not None:
             return await self._bring(self._receiver, published)
         directory = locate(published)

@@ -94,7 +94,7 @@ class Texts:
         conversations = [[message.describe() for message in messages]]
         try:
             if not self._tokenizer.takes_tools:
-                require_place(conversations, tools)  # also where the form writes the content of any turn
+                require_place(conversations, tools)  # even if the form writes the content of any turn
             return self._tokenizer.encode_chats(conversations, tools)[0]
         except ToolsNotShownError as error:
             raise refuse(error.field, error.value, error.reason) from error

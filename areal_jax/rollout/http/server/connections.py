@@ -21,7 +21,7 @@ from aiohttp import web
 from areal_jax.rollout.http.server.replies import answer_http_error, refuse
 
 SWEEP_S = 0.5  # between two checks of the deadlines
-_CLOSING_S = 5.0  # for a peer to take what was written before its connection was closed
+_CLOSING_S = 5.0  # for a peer to read the last bytes before its connection was closed
 _SPARE = 16  # connections beyond the bound while all are being answered
 _BURST = 16  # accepted between two turns of the loop, in which closed ones give their descriptors back
 _RETRY_S = 0.05  # after an accept that failed
@@ -48,7 +48,7 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None  # aiohttp forgets the transport before all is written
         self._is_served = False  # a request is being received or answered
         self._head_since_s: float | None = None
-        self._unread, self._unread_since_s = 0, 0.0  # bytes that the peer has not read, and when it last read some
+        self._unread, self._unread_since_s = 0, 0.0  # bytes that the peer has not read, and since when so
         self._closing_since_s: float | None = None
 
     # What aiohttp calls.

@@ -97,7 +97,7 @@ class Limits:
     streams: int = 256  # open responses with server-sent events
     scored_tokens: int = 1 << 17  # of one request, scored by a scoring pass
     request_s: float = 3600.0  # from the body to the end of the answer
-    reply_s: float = 30.0  # for the host's side to answer what needs no generation
+    reply_s: float = 30.0  # for the host's side to answer requests without generation
     share: float = 0.5  # of the free places of the queue, for one request; at least one place
     connections: int = 4096  # fewer if the process may not open that many
     header_s: float = 10.0  # for the head of a request to arrive

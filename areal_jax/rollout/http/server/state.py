@@ -231,5 +231,5 @@ async def _describe_state(request: web.Request) -> web.Response:
 
 
 def _describe_health(fault: str) -> web.Response:
-    """Answers 503 with the fault; 200 with an empty body, as probes expect, if there is none."""
+    """Answers 503 with the fault; without a fault 200 with an empty body, as probes expect."""
     return web.json_response({'status': 'unhealthy', 'reason': fault}, status=_UNHEALTHY) if fault else web.Response()

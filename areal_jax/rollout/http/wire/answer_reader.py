@@ -218,7 +218,7 @@ class CallParser:
         return [FoundCall(*read, self._write(written))]
 
     def _break_off(self, end: int, more: Sequence[str] | None = None) -> list[Part]:
-        """Turns the text scanned up to `end`, which is no call, into text."""
+        """Returns what was scanned up to `end` as text, because it is no call."""
         self.unparsed += 1
         written = ''.join([*self._call, *([self._text[:end]] if more is None else more)])
         kept = max(len(self._call[0]), len(written.rstrip(SPACE)))  # white space may belong to the next call

@@ -81,7 +81,7 @@ class RouteForm(ColumnForm):
 
     @property
     def sent_dtypes(self) -> tuple[str, ...]:
-        """The dtypes of sent files: vLLM also sends uint8, or int16 if an id is 255 and in older versions."""
+        """The dtypes of sent files: the column's; vLLM's uint8, even with an id of 255, and int16 of older versions."""
         return self.column.dtype, 'uint8', 'int16'
 
     def pick(self, rows: np.ndarray) -> np.ndarray:

@@ -500,9 +500,7 @@ def _read_message(fields: Fields) -> Message:
     fields.take_unserved('refusal', 'audio', 'function_call', 'tool_calls', 'tool_call_id')
     fields.take_ignored('name', *_IGNORED_IN_MESSAGES)
     fields.finish()
-    return Message(
-        'system' if role == 'developer' else role, text, calls, *answers
-    )  # templates only know the older name
+    return Message('system' if role == 'developer' else role, text, calls, *answers)  # templates know the older name
 
 
 def read_part(fields: Fields, kinds: Sequence[str] = ('text',)) -> str:

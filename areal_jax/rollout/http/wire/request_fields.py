@@ -37,7 +37,7 @@ def parse_json(content: bytes) -> object:
     """Decodes the JSON body of a request; raises RequestError if it is no JSON."""
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and nesting without end
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and very deep nesting
         reason = str(error).splitlines()[0] if isinstance(error, ValueError) else 'it is nested too deep'
         raise RequestError('body', f'body must be JSON: {reason}') from error
 
