@@ -122,7 +122,7 @@ class CacheTable:
         return True
 
     def cover(self, running: RunningRequest) -> None:
-        """Adds missing blocks of generated tokens; any are missing only after dispatches in one (`count_quiet`)."""
+        """Adds missing blocks of generated tokens; only several dispatches in one (`count_quiet`) leave any missing."""
         cached = running.cached
         assert cached is not None
         number = -(-cached.filled // self._block_tokens) - len(cached.blocks)
