@@ -1,8 +1,8 @@
-"""What stream.py drives: prefill, generate and copy as functions of weights and state, over a cache of blocks.
+"""The interface that stream.py drives: prefill, generate and copy as functions of weights and state (a block cache).
 
-A block holds the keys and values of `block_tokens` consecutive positions of a sequence. Which block holds what is
-known to the host alone (blocks.py): every call names the blocks that it reads and writes, and the state is the cache.
-decode/backend.py implements it in JAX; tests/toys.py implements it on the host.
+A block holds the keys and values of `block_tokens` consecutive positions of a sequence. Only the host knows which block
+holds what (blocks.py): every call names the blocks that it reads and writes, and the state is the cache.
+decode/jax_backend.py implements the interface in JAX; tests/toys.py implements it on the host.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class SamplingError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSupport:
-    """What the programs of a backend take besides temperature and stop tokens. Producer: the backend."""
+    """The sampling parameters that a backend's programs take besides temperature; made by the backend."""
 
     vocab_size: int
     cuts: bool  # top_k, top_p and min_p
-    adjusts: bool  # what SamplingParams.adjusts says
-    stop_tokens: int  # most of a request
-    biased_tokens: int  # most of a request
+    adjusts: bool  # parameters of SamplingParams.adjusts
+    stop_tokens: int  # maximum of a request
+    biased_tokens: int  # maximum of a request
 
     def check(self, request: GenerationRequest) -> None:
         """Raises SamplingError for a parameter that is out of its range, or that the programs cannot decode with."""
@@ -51,7 +51,7 @@ class SamplingSupport:
         self.check_programs(request)
 
     def check_programs(self, request: GenerationRequest) -> None:
-        """The second half of `check`, cheap enough for every row of every dispatch."""
+        """Does the second half of `check`, cheap enough for every row of every dispatch."""
         if problem := self._beyond_programs(request.sampling):
             raise SamplingError(f'request {request.request_id}: {problem}')
 
@@ -77,7 +77,7 @@ class SamplingSupport:
 
 
 def _out_of_range(params: SamplingParams) -> str:
-    """What is wrong with parameters that no engine decodes with; '' = nothing."""
+    """Describes the first parameter that is out of range for every engine; '' = all are in range."""
     for name, (least, most) in _RANGES.items():
         value = getattr(params, name)
         if not (least <= value <= most or (name == 'temperature' and value == 0)):
@@ -98,7 +98,7 @@ def _out_of_range(params: SamplingParams) -> str:
 
 
 def _name_adjustments(params: SamplingParams) -> str:
-    """'min_new_tokens=3, presence_penalty=0.5': those that differ from their defaults."""
+    """Lists the adjustments that differ from their defaults, as in 'min_new_tokens=3, presence_penalty=0.5'."""
     fields = {field.name: field.default for field in dataclasses.fields(params)}
     names = (
         'min_new_tokens',
@@ -150,7 +150,7 @@ class DecodeRow(NamedTuple):
     position: int  # of that token; the cache holds the positions before it
     limit: int  # the sequence ends (reason 'length') when it has this many tokens
     blocks: Sequence[int]  # as in PrefillPiece; they hold min(position + steps, limit - 1) positions or more
-    tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read where the request has penalties
+    tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read if the request has penalties
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +169,11 @@ class DecodeOutput:
         check(self.columns, self.tokens.shape)
 
     def counts(self) -> np.ndarray:
-        """int [rows]: valid tokens, the first of each row."""
+        """The number of valid tokens, int [rows]; they are the first tokens of each row."""
         return self.valid.sum(axis=0)
 
     def by_row(self) -> DecodeOutput:
-        """The same with arrays [rows, steps], so that the tokens of one row are contiguous."""
+        """Returns a copy with arrays [rows, steps, ...], so that the tokens of one row are contiguous."""
         turn = lambda array: np.ascontiguousarray(np.swapaxes(array, 0, 1))
         columns = {name: turn(array) for name, array in self.columns.items()}
         return dataclasses.replace(
@@ -192,8 +192,8 @@ class DecodeOutput:
 class DecodeBackend(Protocol):
     """Runs on the engine's lane; holds compiled programs, but neither weights nor state.
 
-    Every call that takes a state donates it: use only the state returned last. What a block holds beyond the positions
-    that were written for its sequence, NaN included, never shows in a result.
+    Every call that takes a state donates it: use only the state returned last. The content of a block beyond the
+    positions that were written for its sequence, NaN included, never affects a result.
     """
 
     slots: int  # most rows of one `generate`
@@ -207,17 +207,17 @@ class DecodeBackend(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Of one state."""
+        """The size of one state."""
         ...
 
     def prepare(self, weights: Weights) -> Weights:
-        """Published weights in the form in which the calls below take them; runs where weights are fetched."""
+        """Converts published weights to the form that the calls below take; runs where weights are fetched."""
         ...
 
     def initial_state(self) -> State: ...
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
-        """The bucket in which one `prefill` computes the spans; None where no bucket holds all of them.
+        """Returns the bucket in which one `prefill` computes the spans; None if no bucket holds all of them.
 
         One span of at most `largest_piece` tokens always fits.
         """
@@ -225,30 +225,30 @@ class DecodeBackend(Protocol):
 
     @property
     def largest_piece(self) -> int:
-        """Tokens of the longest piece; a longer sequence is prefilled in pieces of this length, the last is shorter."""
+        """The tokens of the longest piece; longer sequences are prefilled in pieces of this length, the rest last."""
         ...
 
     def prefill(self, weights: Weights, state: State, pieces: Sequence[PrefillPiece]) -> State:
-        """The state with the keys and values of all pieces, which are of different sequences."""
+        """Returns the state with the keys and values of all pieces; each piece is of another sequence."""
         ...
 
     def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
-        """The declared batch in which `generate` decodes the rows, by their number and sampling parameters."""
+        """Returns the declared batch in which `generate` decodes the rows, by their number and sampling parameters."""
         ...
 
     def generate(
         self, weights: Weights, state: State, rows: Sequence[DecodeRow], steps: int
     ) -> tuple[State, DecodeOutput]:
-        """Up to `steps` tokens for every row; the new positions are written to the blocks of each."""
+        """Decodes up to `steps` tokens for every row; writes the new positions to the blocks of each row."""
         ...
 
     def read_context(self, state: State, blocks: Sequence[int], tokens: int) -> ColumnArrays:
-        """[tokens, *shape]: columns of the first tokens of a sequence, which is in these blocks.
+        """Returns the columns [tokens, *shape] of the first `tokens` tokens of the sequence in these blocks.
 
-        As those of generated tokens, entry t is of the pass that read the tokens before t.
+        As for generated tokens, entry t is of the pass that read the tokens before t.
         """
         ...
 
     def copy(self, state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
-        """The state with the content of each source block in the target block beside it."""
+        """Returns the state with the content of sources[i] copied to targets[i], for every i."""
         ...

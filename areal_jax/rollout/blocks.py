@@ -1,7 +1,7 @@
 """The blocks of an engine's KV cache: which are free, who refers to them, and the prompts of open requests.
 
-cache_table.py gives them to requests. Host side only: what a block holds is known here, never
-looked up on the device.
+cache_table.py gives them to requests. Host side only: the content of a block is known here and never read from the
+device.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 
 _DIGEST_BYTES = 16  # two different sequences share a digest with a chance of 2^-128
 
-# Policy version and digest of what stands before a block: KV of other weights is never found.
+# Policy version and digest of the tokens before a block: KV of other weights is never found.
 _Place = tuple[int, bytes]
 
 
 def root_digest(salt: str) -> bytes:
-    """Of no tokens; prompts of another `cache_salt` begin with another."""
+    """The digest of the empty sequence under `salt`: prompts with different `cache_salt` never share a digest."""
     return hashlib.blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def extend_digests(digests: Sequence[bytes], tokens: np.ndarray, block_tokens: int) -> list[bytes]:
-    """Digest i of the result is of the first i whole blocks of `tokens`, int32 [T].
+    """Returns digests, of which entry i covers the first i whole blocks of `tokens`, int32 [T].
 
-    `digests` are those of a beginning of the tokens, the one of no tokens first.
+    `digests` are the entries that are known already; the first one is of no tokens.
     """
     extended = list(digests)
     data = np.ascontiguousarray(tokens, np.int32).data.cast('B')
@@ -45,19 +45,19 @@ class Match:
     """The longest known beginning of a prompt."""
 
     blocks: Sequence[int]  # whole ones
-    tail: int | None  # whose first positions go on behind them
-    length: int  # positions, those in the tail included
-    goes_on: bool  # the kept sequence ends in the tail, and the prompt goes on behind it
+    tail: int | None  # the block whose first positions follow them
+    length: int  # positions, the tail's included
+    goes_on: bool  # the kept sequence ends in the tail, and the prompt continues after it
 
 
 class BlockIndex:
-    """Names of blocks. A block has a name for what it holds, and another where a prompt ends inside it."""
+    """Names of blocks. A block has a name for its content, and another one if a prompt ends inside it."""
 
     def __init__(self, block_tokens: int):
         self.block_tokens = block_tokens
         self._whole: dict[_Place, int] = {}  # by the digest that includes the block
         self._ends: dict[_Place, dict[bytes, int]] = collections.defaultdict(dict)  # by the tokens of the sequence
-        self._prompts: dict[_Place, dict[bytes, int]] = collections.defaultdict(dict)  # by those of the prompt
+        self._prompts: dict[_Place, dict[bytes, int]] = collections.defaultdict(dict)  # by the tokens of the prompt
         self._names: dict[int, list[tuple[dict[_Place, dict[bytes, int]], _Place, bytes]]] = {}
         self._names_of_whole: dict[int, _Place] = {}
 
@@ -65,13 +65,13 @@ class BlockIndex:
         return block in self._names or block in self._names_of_whole
 
     def find(self, version: int, digests: Sequence[bytes], tokens: np.ndarray) -> Match:
-        """Whole blocks of which all tokens match, and behind them a sequence that ends within a block.
+        """Finds the whole blocks whose tokens all match, and a kept sequence that follows them and ends within a block.
 
-        A prompt may end inside a block only where one with the same tokens has.
+        A prompt may end inside a kept block only if an earlier prompt with the same tokens ended there.
 
         Args:
-          digests: of the tokens, as by `extend_digests`.
-          tokens: int32 [T], of a prompt without its last.
+          digests: of the tokens, from `extend_digests`.
+          tokens: int32 [T], a prompt without its last token.
         """
         blocks = []
         for digest in digests[1:]:
@@ -83,15 +83,15 @@ class BlockIndex:
         if start + self.block_tokens > len(tokens) and rest in (named := self._prompts.get(place, {})):
             return Match(blocks, named[rest], len(tokens), goes_on=False)
         ends = self._ends.get(place, {})
-        # of many sequences that end here a look into the table for each length is less than a comparison with each
+        # if many sequences end here, one table lookup per length is cheaper than a comparison with each sequence
         wanted = ends if len(ends) <= self.block_tokens else (rest[:size] for size in range(4, len(rest) + 1, 4))
         end = max((one for one in wanted if rest.startswith(one) and one in ends), key=len, default=b'')
         return Match(blocks, ends.get(end), start + len(end) // 4, goes_on=bool(end))
 
     def name(self, version: int, digests: Sequence[bytes], tokens: np.ndarray, blocks: Sequence[int]) -> Iterator[int]:
-        """Names the blocks of a sequence, the last one first, and yields what has each name now.
+        """Names the blocks of a sequence, the last one first, and yields the block that has each name now.
 
-        That is another block where one holds the same already. `tokens`, int32 [T], are in the first of the `blocks`.
+        That is another block if one holds the same tokens already. The first `blocks` hold `tokens`, int32 [T].
         """
         whole = len(tokens) // self.block_tokens
         if rest := tokens[whole * self.block_tokens :].tobytes():
@@ -103,14 +103,14 @@ class BlockIndex:
             yield self._whole[name]
 
     def name_prompt(self, version: int, before: bytes, tokens: np.ndarray, block: int) -> int:
-        """Names the block by the tokens of a prompt that ends inside it; returns what has the name now.
+        """Names the block by the tokens of a prompt that ends inside it; returns the block that has the name now.
 
-        `tokens`, int32 [n] with n < block_tokens, stand behind the blocks whose digest is `before`.
+        `tokens`, int32 [n] with n < block_tokens, follow the blocks whose digest is `before`.
         """
         return self._name_end(self._prompts, (version, before), tokens.tobytes(), block)
 
     def forget(self, block: int) -> None:
-        """The block will hold something else."""
+        """Removes the block's names, because it will hold something else."""
         if (whole := self._names_of_whole.pop(block, None)) is not None:
             del self._whole[whole]
         for table, place, tokens in self._names.pop(block, ()):
@@ -148,8 +148,8 @@ PrefixKey = tuple[int, bytes]  # policy version and RunningRequest.prompt_key: K
 class BlockPool:
     """Blocks 0 to `blocks` - 1 with the number of references to each.
 
-    A free block keeps what it holds, for a later sequence that begins so, until it is allocated again: first those that
-    hold nothing, then those that have been free for longest.
+    A free block keeps its content for a later sequence that begins with it, until the block is allocated again. Empty
+    blocks are allocated first, then the blocks that have been free for longest.
     """
 
     def __init__(self, blocks: int, index: BlockIndex):
@@ -162,21 +162,21 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks without a reference, those that keep something included."""
+        """The number of blocks without a reference; blocks that keep something count too."""
         return len(self._empty) + len(self._kept)
 
     def count(self, block: int) -> int:
-        """References to the block."""
+        """The number of references to the block."""
         return self._counts[block]
 
     def allocate(self, number: int) -> list[int]:
-        """Free blocks, each with one reference; raises RuntimeError where fewer are free."""
+        """Returns `number` free blocks, each with one reference now; raises RuntimeError if fewer are free."""
         if number > self.free:
             raise RuntimeError(f'{number} blocks are asked for, and {self.free} are free')
         return [self._take() for _ in range(number)]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One reference more to each; raises RuntimeError for a free one that keeps nothing."""
+        """Adds a reference to each block; raises RuntimeError for a free block that keeps nothing."""
         for block in blocks:
             if block in self._kept:
                 del self._kept[block]
@@ -185,7 +185,7 @@ class BlockPool:
             self._counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less to each; a block without any is free. Raises RuntimeError for a free one."""
+        """Removes a reference from each block; a block without any is free. Raises RuntimeError for a free block."""
         for block in blocks:
             self._require_held(block)
             self._counts[block] -= 1
@@ -195,21 +195,21 @@ class BlockPool:
                 heapq.heappush(self._empty, block)
 
     def keep(self, version: int, digests: Sequence[bytes], tokens: np.ndarray, blocks: Sequence[int]) -> None:
-        """Blocks of a sequence, with references, will be kept when they are free; see BlockIndex.name."""
+        """Marks blocks of a sequence, which have references, to be kept once they are free; see BlockIndex.name."""
         for block in self.index.name(version, digests, tokens, blocks):
             self._note_used(block)
 
     def keep_prompt(self, version: int, before: bytes, tokens: np.ndarray, block: int) -> None:
-        """As `keep`, for a block in which a prompt ends; see BlockIndex.name_prompt."""
+        """Marks the block in which a prompt ends to be kept once it is free; see BlockIndex.name_prompt."""
         self._note_used(self.index.name_prompt(version, before, tokens, block))
 
     def give_first(self, block: int) -> None:
-        """The block, if it is free, will be the first to be given away of those that keep something."""
+        """Makes the block, if it is free, the first to be reallocated of the blocks that keep something."""
         if block in self._kept:
             self._kept.move_to_end(block, last=False)
 
     def forget(self) -> None:
-        """No block keeps anything."""
+        """Forgets what free blocks keep."""
         self.index.clear()
         for block in self._kept:
             heapq.heappush(self._empty, block)
@@ -244,21 +244,21 @@ class BlockPool:
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """The prompt of a group, without its last token, in the cache or on its way there."""
+    """The prompt of a group, without its last token, whose KV is in the cache or being computed."""
 
     key: PrefixKey
     tokens: np.ndarray  # int32 [L], L >= 1
-    digests: Sequence[bytes]  # of the tokens, see block_index.extend_digests
+    digests: Sequence[bytes]  # of the tokens, see extend_digests
     whole: list[int]  # blocks that hold nothing else; every sequence of the group reads them
-    # the block in which the prompt ends; each sequence goes on writing in a copy, one of them in the block itself
+    # the block in which the prompt ends; each sequence continues in a copy of it, one of them in the block itself
     tail: int | None
     filled: int = 0  # positions that are in the cache, or will be after the copy
     copy: tuple[int, int] | None = (
-        None  # (source, target) of a block that begins as a kept one, before the next dispatch
+        None  # (source, target): the target begins as a kept block does; to be copied before the next dispatch
     )
-    lent: bool = False  # a sequence has the tail as its own and gives it back at its end
-    found: int = 0  # positions that a sequence before had left in the cache, until a dispatch of prefill tells of them
-    expected: int = 0  # sequences in slots that are going to read it, and have not yet
+    lent: bool = False  # a sequence owns the tail and gives it back at its end
+    found: int = 0  # positions that an earlier sequence left in the cache; reset once a prefill event has reported them
+    expected: int = 0  # sequences in slots that will read it and have not yet
 
     @property
     def is_complete(self) -> bool:
@@ -266,7 +266,7 @@ class Prefix:
 
     @property
     def held(self) -> list[int]:
-        """The blocks to which the index has a reference."""
+        """The blocks to which the prefix index has a reference."""
         return self.whole if self.tail is None or self.lent else [*self.whole, self.tail]
 
 
@@ -274,9 +274,9 @@ class Prefix:
 class CachedSequence:
     """The blocks of one request in a slot."""
 
-    version: int  # of the weights that its keys and values are computed with, the first where there are several
+    version: int  # of the weights that its keys and values are computed with; of several, the first
     prefix: Prefix | None  # None: the prompt has one token
-    own: list[int]  # blocks behind the whole ones of the prefix
+    own: list[int]  # blocks after the whole blocks of the prefix
     blocks: list[int]  # position p is in blocks[p // block_tokens]
     has_tail: bool = False  # own[0] is the tail of the prefix itself
     is_attached: bool = False  # it reads the prefix: whole blocks are shared, and the tail is its own or copied
@@ -285,7 +285,7 @@ class CachedSequence:
 
     @property
     def tail_copy(self) -> tuple[int, int] | None:
-        """(source, target) of the copy with which it can go on writing after the prefix."""
+        """(source, target) of the copy in which the sequence continues after the prefix; None if it needs no copy."""
         if self.prefix is None or self.prefix.tail is None or self.has_tail:
             return None
         return self.prefix.tail, self.own[0]
@@ -294,7 +294,8 @@ class CachedSequence:
 class PrefixIndex:
     """Finds the prefixes of open requests by policy version and tokens.
 
-    When the last request that begins with a prefix has gone, its blocks are free, and the pool keeps what they hold.
+    When the last request that begins with a prefix has ended, the prefix's blocks are free, and the pool keeps their
+    content.
     """
 
     def __init__(self, pool: BlockPool):
@@ -304,11 +305,11 @@ class PrefixIndex:
         self._copied: list[Prefix] = []  # since the last dispatch
 
     def open(self, key: PrefixKey) -> None:
-        """A request that begins with this prefix has come."""
+        """Counts a new request that begins with this prefix."""
         self._open[key] += 1
 
     def close(self, key: PrefixKey) -> None:
-        """It has gone, and refers to no block."""
+        """Removes an ended request, which refers to no block; drops the prefix with its last request."""
         self._open[key] -= 1
         if not self._open[key]:
             del self._open[key]
@@ -319,19 +320,22 @@ class PrefixIndex:
         return self._prefixes.get(key)
 
     def use(self, prefix: Prefix) -> None:
-        """Adds the prefix, or notes that it is used again."""
+        """Adds the prefix, or marks it as the last used."""
         self._prefixes[prefix.key] = prefix
         self._prefixes.move_to_end(prefix.key)
 
     def copy(self, prefix: Prefix, source: int, target: int) -> None:
-        """A block of the prefix begins as another does. Nothing is written before, so the other may be free."""
+        """Requests that `target`, a block of the prefix, begins as a copy of `source`.
+
+        Nothing is written before the copy, so `source` may be free.
+        """
         if source != target:
             prefix.copy = source, target
             self._copied.append(prefix)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(source, target) blocks to be copied before anything else is written, in this order."""
-        prefixes = [one for one in self._copied if self._has(one)]  # one that is dropped has given its target away
+        """Returns (source, target) blocks to be copied before anything else is written, in this order."""
+        prefixes = [one for one in self._copied if self._has(one)]  # a dropped prefix has released its target
         copies = [one.copy for one in prefixes if one.copy is not None]
         for prefix in prefixes:
             prefix.copy = None
@@ -339,25 +343,28 @@ class PrefixIndex:
         return copies
 
     def note_filled(self, prefix: Prefix) -> None:
-        """Others may begin with the whole blocks of a prefix that is complete."""
+        """Lets later prefixes begin with the whole blocks of this one, if it is complete."""
         if prefix.is_complete and self._has(prefix):
             self._pool.keep(prefix.key[0], prefix.digests, self._whole_tokens(prefix), prefix.whole)
 
     def lend_tail(self, prefix: Prefix, block: int) -> None:
-        """A sequence has this block as its tail: that of the prefix, or one that takes its place."""
+        """Gives a sequence this block as its tail: the tail of the prefix itself, or a copy that replaces it."""
         assert prefix.tail is not None
         self.copy(prefix, prefix.tail, block)
         prefix.tail, prefix.lent = block, True
 
     def give_back_tail(self, prefix: Prefix) -> bool:
-        """Takes the tail over from the sequence that had it; False if the prefix will not be needed again."""
+        """Takes the tail back from the sequence that had it; False if the prefix was dropped."""
         if not self._has(prefix):
             return False
         prefix.lent = False
         return True
 
     def reclaim(self, number: int, keep: Prefix | None = None) -> bool:
-        """Whether so many blocks are free; drops prefixes that no request in a slot is about to read, except `keep`."""
+        """Drops prefixes that no request in a slot will read, except `keep`, until `number` blocks are free.
+
+        Returns False if there are not enough.
+        """
         while self._pool.free < number:
             prefix = next((one for one in self._prefixes.values() if one is not keep and self._frees_blocks(one)), None)
             if prefix is None:
@@ -366,7 +373,7 @@ class PrefixIndex:
         return True
 
     def clear(self, open_keys: Iterable[PrefixKey]) -> None:
-        """Forgets every prefix and what blocks keep; `open_keys` are those of the open requests from now on."""
+        """Forgets every prefix and what blocks keep; `open_keys` replace the keys of the open requests."""
         for prefix in self._prefixes.values():
             self._pool.release(prefix.held)
         self._prefixes.clear()
@@ -378,7 +385,7 @@ class PrefixIndex:
         return [block for prefix in self._prefixes.values() for block in prefix.held]
 
     def check(self) -> None:
-        """Asserts what holds between two calls."""
+        """Asserts the invariants that hold between two calls."""
         for key, prefix in self._prefixes.items():
             assert self._open[key]
             written = prefix.held[prefix.filled // self._pool.index.block_tokens :]
@@ -401,6 +408,6 @@ class PrefixIndex:
         self._pool.release(reversed(prefix.held))
 
     def _whole_tokens(self, prefix: Prefix) -> np.ndarray:
-        """Those in whole blocks that are in the cache."""
+        """Returns the prefix's tokens that are in the cache in whole blocks."""
         size = self._pool.index.block_tokens
         return prefix.tokens[: min(prefix.filled // size, len(prefix.whole)) * size]

@@ -1,12 +1,12 @@
-"""Which blocks of the KV cache hold which positions of the requests in slots.
+"""The table of KV cache blocks: which block holds which positions of the requests in slots.
 
-A request's sequence begins with the prefix of its group: its prompt without the last token, which the first request in
-need of it computes for all. Whole blocks of the prefix are shared, the block in which it ends is copied for each
-further request, and everything behind it is the request's own.
+A request's sequence begins with the prefix of its group: its prompt without the last token. The first request that
+needs the prefix computes it for all. Whole blocks of the prefix are shared, the block in which it ends is copied for
+each further request, and later blocks belong to the request alone.
 
-The blocks of an answer that has ended are free, and keep what they hold until they are given away. A prefix begins with
-the longest of these sequences that the prompt goes on with: so the next turn of a conversation computes only what is
-new. Whole blocks are shared with it, the block in which it ends is copied.
+The blocks of an answer that has ended are free, and keep their content until they are reallocated. A new prefix begins
+with the longest kept sequence that the prompt continues: so the next turn of a conversation computes only its new
+tokens. Whole blocks are shared with the kept sequence, the block in which it ends is copied.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CacheTable:
 
     Args:
       version: policy version of the requests that are not pinned to one.
-      steps: tokens of a sequence in one dispatch of decoding.
+      steps: tokens per sequence in one decode dispatch.
     """
 
     def __init__(self, cache_blocks: int, block_tokens: int, *, context_tokens: int, steps: int, version: int):
@@ -58,14 +58,14 @@ class CacheTable:
         self.prefixes.open(self._key(running))
 
     def close(self, running: RunningRequest, *, keep: bool = False) -> None:
-        """The request has ended; `keep`: a later prompt may begin with its prompt and answer."""
+        """Releases an ended request; `keep`: a later prompt may begin with its prompt and answer."""
         if keep:
             self._keep(running)
         self.release(running)
         self.prefixes.close(self._key(running))
 
     def clear(self, version: int, requests: Iterable[RunningRequest]) -> None:
-        """Forgets every prefix and all that is kept.
+        """Forgets every prefix and all kept blocks.
 
         `requests` are the open requests, `version` is the version of new prefixes.
         """
@@ -75,9 +75,9 @@ class CacheTable:
     # Requests in slots.
 
     def place(self, running: RunningRequest, *, at_any_cost: bool) -> bool:
-        """Gives a request blocks for all its tokens and one dispatch; False where they are not free.
+        """Gives a request blocks for all its tokens and one dispatch; False if not enough are free.
 
-        `at_any_cost`: prefixes are dropped that no request in a slot needs.
+        `at_any_cost`: drops prefixes that no request in a slot needs.
         """
         if len(running.request.prompt_tokens) == 1:
             missing = self._blocks_for(running)
@@ -91,11 +91,11 @@ class CacheTable:
         return self._place_further(running, prefix, at_any_cost)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(source, target) blocks to be copied before the next dispatch writes anything, in this order."""
+        """Returns (source, target) blocks to be copied before the next dispatch writes anything, in this order."""
         return self.prefixes.take_copies()
 
     def attach(self, running: RunningRequest) -> None:
-        """The request reads the prefix, which is complete, and goes on after it."""
+        """Lets the request read its prefix, which is complete, and continue after it."""
         cached = running.cached
         assert cached is not None
         cached.is_attached = True
@@ -105,9 +105,9 @@ class CacheTable:
             cached.filled = len(cached.prefix.tokens)
 
     def grow(self, running: RunningRequest) -> bool:
-        """Gives a request that decodes blocks for one more dispatch; False where they are not free.
+        """Gives a decoding request the blocks for one more dispatch; False if not enough are free.
 
-        Every prefix that no request in a slot is about to read is dropped for it.
+        Drops prefixes that no request in a slot will read, if needed.
         """
         cached = running.cached
         assert cached is not None
@@ -122,7 +122,7 @@ class CacheTable:
         return True
 
     def cover(self, running: RunningRequest) -> None:
-        """Blocks for what was generated: they are there, unless several dispatches were one (`count_quiet`)."""
+        """Adds missing blocks of generated tokens; only several dispatches in one (`count_quiet`) leave any missing."""
         cached = running.cached
         assert cached is not None
         number = -(-cached.filled // self._block_tokens) - len(cached.blocks)
@@ -132,11 +132,11 @@ class CacheTable:
             cached.blocks += blocks
 
     def count_quiet(self, rows: int) -> int:
-        """Dispatches of decoding for which the free blocks surely last, the one included whose blocks are there."""
+        """The number of decode dispatches that surely find their blocks; includes one whose blocks are allocated."""
         return 1 + self.pool.free // rows * self._block_tokens // self._steps
 
     def retract(self, running: RunningRequest) -> None:
-        """Frees the blocks of a request that goes on later."""
+        """Frees the blocks of a request that continues later."""
         running.retractions += running.cached is not None and running.cached.filled > 0
         self.release(running)
 
@@ -147,14 +147,14 @@ class CacheTable:
             return
         own, prefix = cached.own, cached.prefix
         has_given = prefix is not None and cached.has_tail and self.prefixes.give_back_tail(prefix)
-        self.pool.release(reversed(own[has_given:]))  # of what is kept the end goes first
+        self.pool.release(reversed(own[has_given:]))  # the end is reallocated first
         if prefix is not None and cached.is_attached:
             self.pool.release(reversed(prefix.whole))
         elif prefix is not None:
             prefix.expected -= 1
 
     def check(self, requests: Iterable[RunningRequest]) -> None:
-        """Asserts that each block is held by the prefixes and these requests alone, and by one where it is written."""
+        """Asserts that only prefixes and these requests hold blocks, and that a block being written has one holder."""
         held = list(self.prefixes.held())
         for running in requests:
             if (cached := running.cached) is not None:
@@ -166,7 +166,7 @@ class CacheTable:
         self.prefixes.check()
 
     def _place_first(self, running: RunningRequest, at_any_cost: bool) -> bool:
-        """With a new prefix, which begins with what is kept."""
+        """Places a request with a new prefix, which begins with the longest kept match."""
         version, key = self._key(running)
         tokens = np.ascontiguousarray(running.request.prompt_tokens[:-1], np.int32)
         if running.prompt_digests is None:
@@ -178,7 +178,7 @@ class CacheTable:
             self.pool.release(reversed(match.blocks))
             return False
         if match.tail is not None and match.goes_on:
-            self.pool.give_first(match.tail)  # what follows it is kept at the end of this request
+            self.pool.give_first(match.tail)  # this request keeps a longer sequence at its end
         blocks = [*match.blocks, *self.pool.allocate(missing)]
         whole, ends_inside = divmod(len(tokens), self._block_tokens)
         tail = blocks[whole] if ends_inside else None
@@ -192,14 +192,14 @@ class CacheTable:
         return True
 
     def _place_further(self, running: RunningRequest, prefix: Prefix, at_any_cost: bool) -> bool:
-        """With the prefix of another request."""
+        """Places a request that shares the prefix of another one."""
         tail = None if prefix.lent else prefix.tail
         missing = self._blocks_for(running) - len(prefix.whole) - (tail is not None)
         if not self._make_free(missing, prefix, at_any_cost):
             return False
         own = [] if tail is None else [tail]
         if tail is not None and tail in self.pool.index:
-            # an answer that has ended is kept in the block: the prefix goes on in a copy, and holds no block more
+            # the block keeps an ended answer: the prefix continues in a copy, and holds no additional block
             self.pool.release(own)
             own, missing = [], missing + 1
         own += self.pool.allocate(missing)
@@ -224,7 +224,7 @@ class CacheTable:
             running.cached_tokens = found
 
     def _keep(self, running: RunningRequest) -> None:
-        """Notes what the blocks of a sequence hold, unless they hold KV of several versions, or tokens of a count."""
+        """Keeps the blocks of a sequence, unless their KV is of several versions or their tokens were only counted."""
         cached, version = running.cached, self._key(running)[0]
         assert cached is not None
         tokens = running.tokens[: cached.filled]
@@ -239,6 +239,6 @@ class CacheTable:
         return self.version if version is None else version, running.prompt_key
 
     def _blocks_for(self, running: RunningRequest) -> int:
-        """Blocks that hold the tokens of a request and of its next dispatch."""
+        """The number of blocks for the tokens of a request and of its next dispatch."""
         positions = min(len(running) - 1 + self._steps, running.limit - 1)
         return -(-positions // self._block_tokens)

@@ -35,10 +35,10 @@ from areal_jax.types import (
 
 
 class PinnedRequests:
-    """A coroutine in addition to the one of training, on the same lane, which runs the dispatches of both in turn.
+    """Serves requests that are pinned to a version, in a second coroutine that shares the lane with training.
 
-    While training has requests, at most one of `every_dispatches` consecutive dispatches is one of these. Several
-    versions may be pinned; requests are served in their order, and slots hold one version at a time.
+    While training has requests, at most one of `every_dispatches` consecutive dispatches is for pinned requests.
+    Several versions may be pinned; requests are served in their order, and slots hold one version at a time.
 
     Args:
       engine: name of the engine, and of its lane.
@@ -79,7 +79,7 @@ class PinnedRequests:
         return supervisor.start(f'{self._engine}: evaluation', self._serve())
 
     def release(self) -> None:
-        """Lets cache and weights go; nothing is decoded any more."""
+        """Drops cache and weights; nothing can be decoded after this."""
         self._stream.release()
         self._weights.clear()
 
@@ -87,7 +87,7 @@ class PinnedRequests:
 
     @property
     def serves(self) -> bool:
-        """Whether a version is pinned: its requests come or are here."""
+        """Whether a version is pinned, so that its requests are open or expected."""
         return bool(self._weights)
 
     def pin(self, weights: EngineWeights) -> None:
@@ -95,13 +95,13 @@ class PinnedRequests:
         self._changed.set()
 
     def unpin(self, version: int) -> None:
-        """Raises RuntimeError where a request of the version is open."""
+        """Drops the weights of a version; raises RuntimeError if a request of the version is open."""
         if left := [one.request_id for one in self.open_requests() if one.version == version]:
             raise RuntimeError(f'{self._engine}: version {version} is unpinned while {left} are open')
         self._weights.pop(version, None)
 
     def generate(self, request: GenerationRequest) -> RunningRequest:
-        """Raises RuntimeError for a version that is not pinned; else see DecodeStream.add."""
+        """Adds a request, see DecodeStream.add; raises RuntimeError for a version that is not pinned."""
         if request.version not in self._weights:
             raise RuntimeError(
                 f'{self._engine}: request {request.request_id} asks for version {request.version}, and pinned are '
@@ -121,12 +121,12 @@ class PinnedRequests:
     # Its turn on the lane.
 
     def note_dispatch(self) -> None:
-        """Training begins a dispatch."""
+        """Counts a dispatch that training begins."""
         self._dispatches_of_training += 1
         self._changed.set()
 
     def note_idle(self) -> None:
-        """Training has no request."""
+        """Wakes the coroutine, because training has no request."""
         self._changed.set()
 
     def _has_turn(self) -> bool:
@@ -150,12 +150,12 @@ class PinnedRequests:
     # Pauses, as for training.
 
     def pause(self) -> None:
-        """No dispatch begins from now on."""
+        """Stops further dispatches from beginning."""
         self._pausing = True
         self._changed.set()
 
     async def wait_parked(self) -> None:
-        """Returns when none is under way and everything generated is delivered."""
+        """Returns when no dispatch is running and everything generated is delivered."""
         await self._clock.wait(self._parked)
 
     def resume(self) -> None:
@@ -171,7 +171,7 @@ class PinnedRequests:
 
 
 def alone(step: PrefillStep | DecodeStep) -> PrefillStep | DecodeStep:
-    """The dispatch, after which another one may have its turn."""
+    """Limits a step to a single dispatch, so that the other stream gets its turn after it."""
     return dataclasses.replace(step, quiet=1) if isinstance(step, DecodeStep) else step
 
 
@@ -194,10 +194,10 @@ class LocalEngine:
       evaluation: the backend whose slots serve requests that are pinned to a version; None = no such requests.
       every_dispatches: see PinnedRequests.
       token_bytes: the text of tokens, for requests with stop strings; None = no such requests.
-      failure: what a log-prob does that is NaN, infinite or above 0.
+      failure: the reaction to a log-prob that is NaN, infinite or above 0.
       hardware: see EngineStatus.
-      on_failed_dispatch: told of the exception of a dispatch, which ends the requests in slots only, unless it is the
-        MOST_FAILED-th without one of decoding that succeeded; None = every exception ends the engine.
+      on_failed_dispatch: called with the exception of a failed dispatch, which ends only the requests in slots. After
+        MOST_FAILED failures without a successful decode dispatch the engine ends. None = every exception ends it.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class LocalEngine:
 
     @property
     def stream(self) -> DecodeStream:
-        """What decodes the requests of training: their table, their cache, and what was computed so far."""
+        """The stream that decodes the requests of training, with their table, their cache and its totals."""
         return self._stream
 
     def start(self, supervisor: Supervisor) -> None:
@@ -272,7 +272,7 @@ class LocalEngine:
             self._tasks.append(self._pinned.start(supervisor))
 
     def stop(self) -> None:
-        """Ends the engine, which is paused and has no requests, and lets its weights and its cache go."""
+        """Ends the engine, which is paused and has no requests, and drops its weights and its cache."""
         for task in self._tasks:
             task.cancel()
         self._stream.release()
@@ -283,12 +283,12 @@ class LocalEngine:
     # What the pool calls; protocols.RolloutEngine has the docstrings.
 
     def generate(self, request: GenerationRequest) -> RunningRequest:
-        """See DecodeStream.add for what it raises."""
+        """Adds a request; raises the errors of DecodeStream.add."""
         if request.version is not None:
             return self._require_pinned().generate(request)
         running = self._stream.add(request)
         self._log.write('arrive', self.name, request=running.request_id)
-        if not self._stream.table.is_full:  # else it waits for a slot, and the engine goes on as it would
+        if not self._stream.table.is_full:  # else it waits for a slot, and the engine need not wake
             self._wake.set()
         return running
 
@@ -307,7 +307,7 @@ class LocalEngine:
         )
 
     def open_requests(self) -> list[GenerationRequest]:
-        """Requests in slots by slot, then waiting ones in their order; then those that are pinned, likewise."""
+        """Lists requests in slots by slot, then waiting ones in their order; then pinned requests likewise."""
         pinned = self._pinned.open_requests() if self._pinned is not None else []
         return [*(running.request for running in self._stream.table.open_requests()), *pinned]
 
@@ -316,11 +316,11 @@ class LocalEngine:
         self._staged = await self._fetch(published, work, self._backend)
 
     async def swap(self, version: int, kv_policy: KvPolicy | None = None) -> float:
-        """`kv_policy` is for this swap alone, None = the engine's; returns during a pause, too.
+        """Swaps the staged weights in; returns during a pause, too. `kv_policy` None = the engine's.
 
-        A pause ends a wait: then running answers are recomputed.
+        A pause ends the wait of 'wait': then running answers are recomputed.
 
-        Raises RuntimeError where this version is not the one staged last.
+        Raises RuntimeError if `version` is not the one staged last.
         """
         if self._staged is None or self._staged.version != version:
             held = 'nothing' if self._staged is None else f'version {self._staged.version}'
@@ -334,7 +334,7 @@ class LocalEngine:
         return self._pause_s
 
     async def renumber(self, version: int) -> None:
-        """The weights in use are of this version from now on; the KV of requests that are being decoded is kept."""
+        """Gives the weights in use this version number; keeps the KV of requests that are being decoded."""
         self._staged = EngineWeights(version, self._weights.params)
         await self.swap(version, 'keep')
 
@@ -364,9 +364,9 @@ class LocalEngine:
     async def run_beside(
         self, dispatch: Callable[[Weights], Result], work: Work, *, decodes: bool = False
     ) -> tuple[int, Result]:
-        """(version, what `dispatch` returns) with the weights in use, in the form of the backend.
+        """Runs `dispatch` on the weights in use, in the backend's form; returns (their version, its result).
 
-        It runs on the engine's lane between two dispatches, or, with `decodes`, where weights are fetched.
+        It runs on the engine's lane between two dispatches, or, with `decodes`, on the lane where weights are fetched.
         """
         weights = self._weights
         lane = self._publish_lane if decodes else self.name
@@ -430,7 +430,7 @@ class LocalEngine:
         return table.taken > 0 or any(running.has_begun for running in table.open_requests())
 
     def _swap(self, weights: EngineWeights) -> None:
-        """The interruption: between two dispatches, however far the answers are."""
+        """Swaps weights between two dispatches, however far the answers are."""
         interrupted = self._stream.table.running()
         if interrupted:
             requests = [running.request_id for _, running in interrupted]
@@ -441,7 +441,7 @@ class LocalEngine:
         self._stream.change_version(weights.version, keep=self._next_kv_policy == 'keep')
 
     def _note_loaded(self) -> None:
-        """The rebuild after a swap is finished: the next dispatch decodes with the new weights."""
+        """Ends a swap whose rebuild is finished: the next dispatch decodes with the new weights."""
         if self._swapped_s is not None:
             self._pause_s, self._swapped_s = self._clock.now() - self._swapped_s, None
             fields = {'version': self._weights.version, 'pause_seconds': self._pause_s}
@@ -449,9 +449,9 @@ class LocalEngine:
             self._loaded.set()
 
     async def _park(self) -> None:
-        """The pause: everything is delivered, and a swap waits for no resume.
+        """Pauses: everything generated is delivered, and a swap need not wait for the resume.
 
-        Under 'retract' requests in slots return to the head of the queue in slot order.
+        Under 'retract', requests in slots return to the head of the queue in slot order.
         """
         if self._pause_mode == 'in_place':
             self._stream.deliver()

@@ -1,4 +1,4 @@
-"""The engines of a run: which of them generates a request, and what is done to all of them.
+"""The engines of a run: chooses the engine for each request, and acts on all engines.
 
 The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone. A request
 continues elsewhere when its engine leaves.
@@ -29,7 +29,7 @@ from areal_jax.types import (
 
 
 class EngineError(UserError, ValueError):
-    """An engine lacks what the run needs; the message names both and the setting that needs it."""
+    """An engine lacks an ability that the run needs; the message names both and the setting that needs it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def needs_spans(setting: str) -> Requirement:
 
 
 def needs_pause(setting: str) -> Requirement:
-    """A pause that keeps what was generated."""
+    """Requires a pause that keeps the generated tokens."""
     return Requirement(
         setting, 'pause without aborting answers', lambda can: bool({'retract', 'in_place'} & {*can.pause_modes})
     )
@@ -65,7 +65,7 @@ def needs_pinned(setting: str) -> Requirement:
 
 
 def require_capabilities(engines: Iterable[RolloutEngine], requirements: Sequence[Requirement]) -> None:
-    """Raises EngineError for the first engine that lacks what the run needs."""
+    """Raises EngineError for the first engine that lacks an ability that the run needs."""
     for engine in engines:
         for requirement in requirements:
             if not requirement.holds(engine.capabilities):
@@ -75,17 +75,17 @@ def require_capabilities(engines: Iterable[RolloutEngine], requirements: Sequenc
                 )
 
 
-# A request as the pool has it: it goes on elsewhere when its engine leaves. Workflows iterate over it.
+# A request in the pool: it continues on another engine when its engine leaves. Workflows iterate over it.
 
 
 class PooledGeneration:
-    """Iterates over what engines deliver, one after the other, and keeps the ledger. Implements protocols.Generation.
+    """Iterates over the segments that its engines deliver in turn, and keeps the ledger; is a protocols.Generation.
 
-    Delivered tokens are no longer outstanding. Between two engines the request has none: `generation` and `entry` are
-    None then, and the iteration waits.
+    Delivered tokens are no longer outstanding. While the request is between two engines, `generation` and `entry` are
+    None, and the iteration waits.
 
     Args:
-      ledger: of the requests of its kind.
+      ledger: the ledger of its kind of request (training or pinned).
       on_end: called when the iteration ends.
     """
 
@@ -100,8 +100,8 @@ class PooledGeneration:
         self.generation: Generation | None = None  # of the engine that has it
         self.entry: Entry | None = None  # in the ledger
         self._clock, self._on_end = clock, on_end
-        self._received: list[Segment] = []  # all that engines delivered, to go on after it
-        self._undelivered: collections.deque[Segment] = collections.deque()  # of the engines before
+        self._received: list[Segment] = []  # all delivered segments, the prefix on a next engine
+        self._undelivered: collections.deque[Segment] = collections.deque()  # from earlier engines
         self._cancelled = False  # while no engine had it
         self._placed: Event | None = None
 
@@ -113,11 +113,11 @@ class PooledGeneration:
 
     @property
     def received_tokens(self) -> int:
-        """Of the answer, prefix included."""
+        """The received tokens of the answer, prefix included."""
         return sum(len(segment.tokens) for segment in (*self.request.prefix, *self._received))
 
     def first_version(self, newest: int) -> int:
-        """Of the tokens received; `newest` where there are none."""
+        """Returns the oldest version of the received tokens; `newest` if no token was received."""
         versions = (segment.policy_version for segment in (*self.request.prefix, *self._received))
         return min((version for version in versions if version != NOT_GENERATED), default=newest)
 
@@ -128,16 +128,16 @@ class PooledGeneration:
         return dataclasses.replace(self.request, prefix=(*self.request.prefix, *self._received))
 
     def place(self, engine: str, generation: Generation) -> None:
-        """The engine has the request from now on."""
+        """Assigns the request to an engine."""
         self.engine, self.generation = engine, generation
         self.entry = self.ledger.open(self.rest(), engine)
         if self._placed is not None:
             self._placed.set()
 
     async def withdraw(self) -> None:
-        """Takes the request from its engine, which has ended it: what was delivered is received, nothing is lost.
+        """Takes the request from its engine, which has ended it, and receives all delivered segments.
 
-        Does not wait: all that the engine delivered is there.
+        Does not wait: everything that the engine delivered is available.
         """
         assert self.generation is not None
         async for segment in self.generation:
@@ -148,7 +148,7 @@ class PooledGeneration:
         self.wait()
 
     def wait(self) -> None:
-        """No engine has it until `place`."""
+        """Marks the request as waiting for an engine, until `place`."""
         self._placed = self._clock.event(f'an engine for request {self.request.request_id}')
 
     def cancel_waiting(self) -> None:
@@ -158,7 +158,7 @@ class PooledGeneration:
         self._placed.set()
 
     def close(self) -> None:
-        """It is not outstanding any more; nothing the second time."""
+        """Removes the request from the ledger; a second call does nothing."""
         if self.entry is not None:
             self.ledger.close(self.entry)
 
@@ -198,14 +198,14 @@ _Key = tuple[bool, str]  # of a request: whether it is pinned to a version, its 
 
 class Pool:
     """Routes requests: the samples of a group share an engine, and with it a prefill; a new group goes to the engine
-    with the fewest outstanding tokens. Requests that are pinned to a version have a ledger of their own, so they do not
+    with the fewest outstanding tokens. Requests that are pinned to a version have a separate ledger, so they do not
     change where training requests go. Implements protocols.Pool and protocols.ChangingPool.
 
     Args:
-      requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
-      slow_versions: of engines of unequal speed: an answer that spans so many versions leaves a slow engine for a
-        faster one when new weights are loaded, as its KV is computed again then anyway; 0 = none does.
-      spare_slots: of one engine, where a class of engines that adds nothing but age is left out; 0 = none is.
+      requirements: abilities of every engine; raises EngineError, naming the engine, if one lacks any.
+      slow_versions: for engines of unequal speed: an answer that spans this many versions moves from a slow engine to a
+        faster one when new weights are loaded, because its KV is computed again then anyway; 0 = no answer moves.
+      spare_slots: slots of one engine, to leave out a class of engines that adds nothing but age; 0 = leave out none.
     """
 
     def __init__(
@@ -224,12 +224,12 @@ class Pool:
         require_capabilities(engines, requirements)
         self._engines: dict[str, RolloutEngine] = {}
         self._clock, self._log, self._supervisor, self._requirements = clock, log, supervisor, requirements
-        self.ledger, self.pinned_ledger = Ledger(), Ledger()  # of training, and of pinned requests
+        self.ledger, self.pinned_ledger = Ledger(), Ledger()  # for training, and for pinned requests
         self._open: dict[_Key, PooledGeneration] = {}  # in the order of arrival
-        self._waiting: dict[_Key, PooledGeneration] = {}  # those that no engine has
+        self._waiting: dict[_Key, PooledGeneration] = {}  # requests that no engine has
         self._slow_versions = slow_versions
-        self._before: dict[str, tuple[float, float]] = {}  # what engines had decoded before a resume, see _decoded
-        self._target: PublishedWeights | None = None  # what engines were given last
+        self._before: dict[str, tuple[float, float]] = {}  # decoded by engines before a resume, see _decoded
+        self._target: PublishedWeights | None = None  # last given to engines
         self._pinned: dict[int, PublishedWeights] = {}  # versions that engines keep or are fetching
         hardware = {engine.name: engine.status().hardware for engine in engines}
         self._tells_hardware = len({*hardware.values()}) > 1
@@ -242,9 +242,9 @@ class Pool:
     # Engines that come and go.
 
     async def join(self, engine: RolloutEngine) -> None:
-        """Takes in an engine that has started, once it has the version of the others and all pinned ones.
+        """Adds a started engine, once it has the version of the other engines and all pinned versions.
 
-        Raises EngineError where it lacks what the run needs, RuntimeError for a name that is taken.
+        Raises EngineError if it lacks an ability that the run needs, RuntimeError for a name that is taken.
         """
         require_capabilities([engine], self._requirements)
         if engine.name in self._engines:
@@ -264,14 +264,14 @@ class Pool:
         self._place_waiting()
 
     async def leave(self, name: str, reason: str) -> RolloutEngine:
-        """Returns the engine, paused and without requests: what it had goes on elsewhere with all that was generated.
+        """Returns the engine, paused and empty: its requests continue on other engines with all generated tokens.
 
-        It gets no request from the call on. Where no other engine is there, requests wait for one to join.
+        From the call on it gets no requests. If there is no other engine, requests wait for one to join.
         """
         engine = self._engines[name]
         for ledger in (self.ledger, self.pinned_ledger):
             ledger.withdraw_engine(name)
-        await engine.pause()  # what a dispatch under way generates is kept
+        await engine.pause()  # tokens of a running dispatch are kept
         for request in engine.open_requests():
             one = self._open[_key(request)]
             await self._withdraw(engine, one, reason)
@@ -298,7 +298,7 @@ class Pool:
     # Requests.
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> PooledGeneration:
-        """Starts the request on the engine `prefer` if there is one of that name; it waits where there is none."""
+        """Starts the request, on the engine `prefer` if that takes requests; it waits if no engine does."""
         ledger = self.ledger if request.version is None else self.pinned_ledger
         one = PooledGeneration(request, ledger, self._clock, self._forget)
         if not self._place(one, prefer):
@@ -308,7 +308,7 @@ class Pool:
         return one
 
     def _place(self, one: PooledGeneration, prefer: str = '') -> bool:
-        """Sends the request to an engine; False where none takes it."""
+        """Sends the request to an engine; False if no engine takes requests."""
         request, ledger = one.rest(), one.ledger
         name = next(filter(ledger.is_routed, (prefer, ledger.engine_of_group(request) or '')), None)
         if (name := name or ledger.least_outstanding()) is None:
@@ -326,7 +326,7 @@ class Pool:
                 self._waiting[key] = one
 
     def _forget(self, one: PooledGeneration) -> None:
-        """The iteration of a request has ended."""
+        """Removes a request whose iteration has ended."""
         if self._open.get(_key(one.request)) is one:
             del self._open[_key(one.request)]
 
@@ -349,7 +349,7 @@ class Pool:
     # Weights and pauses.
 
     async def load_weights(self, published: PublishedWeights) -> float:
-        """All engines fetch at the same time; each swaps as soon as its weights are there."""
+        """Loads weights on all engines; they fetch at the same time, and each swaps when its weights have arrived."""
         self._target = published
         left_out = self.sparing.pass_publication(published.version) if self.sparing else ()
         fast = self._find_fast() if self._slow_versions else ()
@@ -370,13 +370,13 @@ class Pool:
         return max(await self._on_every_engine(f'load of version {published.version}', load))
 
     def _find_fast(self) -> list[str]:
-        """The engines that are nearly as fast as the fastest; [] where all are, or one is not measured yet."""
+        """Finds the engines that are nearly as fast as the fastest; [] if all are, or one is not measured yet."""
         speeds = {name: tokens / seconds if seconds else 0.0 for name, (tokens, seconds) in self._decoded().items()}
         fast = [name for name, speed in speeds.items() if speed >= SLOW * max(speeds.values())]
         return fast if min(speeds.values()) > 0 and len(fast) < len(speeds) else []
 
     def _decoded(self) -> dict[str, tuple[float, float]]:
-        """Decoded tokens, and the clock seconds that they took, of each engine since the start of the run."""
+        """The decoded tokens of each engine, and their clock seconds, since the start of the run."""
         found = {}
         for name, engine in self._engines.items():
             tokens, seconds = self._before.get(name, (0.0, 0.0))
@@ -387,7 +387,7 @@ class Pool:
     async def _send_long(
         self, engine: RolloutEngine, version: int, fast: Sequence[str], versions: int, reason: str
     ) -> None:
-        """Pauses the engine, and sends its answers of so many versions to the fast ones with the fewest outstanding."""
+        """Pauses the engine, and moves answers that span `versions` or more to the least loaded of `fast`."""
         await engine.pause()
         for request in engine.open_requests():
             one = self._open[_key(request)]
@@ -397,7 +397,7 @@ class Pool:
                 self._place(one, min((name for name in fast if name in outstanding), key=outstanding.__getitem__))
 
     async def _withdraw(self, engine: RolloutEngine, one: PooledGeneration, reason: str) -> None:
-        """Takes a request from a paused engine, with all that was generated."""
+        """Takes a request from a paused engine, with all generated tokens."""
         engine.cancel(one.request.request_id)
         await one.withdraw()
         if one.request.version is None:
@@ -435,7 +435,7 @@ class Pool:
         self.ledger.on_room = note_room
 
     def order(self) -> list[tuple[str, int, int]]:
-        """Engine by engine; then those that wait for one, under ''."""
+        """Lists training requests engine by engine; then those that wait for an engine, under ''."""
         placed = [(name, request) for name, engine in self._engines.items() for request in engine.open_requests()]
         waiting = [('', one.request) for one in self._waiting.values()]
         found = [*placed, *waiting]
@@ -453,7 +453,7 @@ class Pool:
     async def _on_every_engine(
         self, action: str, act: Callable[[RolloutEngine], Coroutine[object, object, Result]]
     ) -> list[Result]:
-        """The result of every engine, in their order; they act at the same time, and all have when this returns."""
+        """Runs `act` on all engines at the same time; returns the results in their order once all are done."""
         engines, results = list(self._engines.values()), dict[str, Result]()
         done = self._clock.event(f'{action} of every engine')
 

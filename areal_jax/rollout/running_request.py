@@ -1,4 +1,4 @@
-"""A request inside an engine of this process, and what it has generated.
+"""A request inside an engine of this process, and the tokens generated for it.
 
 stream.py extends and ends it; the pool iterates over it. Work here is per dispatch and per segment: tokens stay
 in numpy arrays.
@@ -22,10 +22,10 @@ from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenat
 
 
 class SegmentIterator:
-    """Iterate for the segments of a request; implements protocols.Generation.
+    """Iterates over the segments of a request; implements protocols.Generation.
 
-    `engine` is the one that generates, '' where none does yet. The iteration ends with `finish_reason`, or raises
-    `error`, after everything that was delivered.
+    `engine` is the generating engine, '' before there is one. The iteration ends with `finish_reason`, or raises
+    `error`, after all delivered segments.
     """
 
     def __init__(self, request: GenerationRequest, clock: Clock, engine: str = ''):
@@ -44,7 +44,7 @@ class SegmentIterator:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """The iteration raises the error, after what was delivered."""
+        """Makes the iteration raise the error, after all delivered segments."""
         self.error = error
         self._news.set()
 
@@ -63,7 +63,7 @@ class SegmentIterator:
 
 
 class GrowingAnswer(SegmentIterator):
-    """An answer that comes from another process: it also keeps what has come, to go on after it elsewhere."""
+    """An answer from another process; also keeps the received segments, so that another engine can continue it."""
 
     def __init__(self, request: GenerationRequest, clock: Clock, engine: str = ''):
         super().__init__(request, clock, engine)
@@ -72,12 +72,12 @@ class GrowingAnswer(SegmentIterator):
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [n]: the answer so far, prefix included."""
+        """The answer so far, prefix included; int32 [n]."""
         return concatenate([segment.tokens for segment in self._received], np.int32)
 
     @property
     def room_tokens(self) -> int:
-        """How many more tokens the answer may have."""
+        """The number of tokens that the answer may still get."""
         return self.request.sampling.max_new_tokens - self.received_tokens
 
     def take(self, segment: Segment) -> None:
@@ -92,27 +92,28 @@ class GrowingAnswer(SegmentIterator):
 class StopSearch:
     """Looks for the first of some strings in the text of an answer that grows.
 
-    Of several strings that one token completes, it is the one that begins first, then the one named first. The work is
-    in proportion to the new tokens and the longest string, not to the answer. Bytes are compared: those of a string
+    If one token completes several strings, the string that begins first wins, then the string listed first. The work is
+    in proportion to the new tokens and the longest string, not to the answer. Bytes are compared: the bytes of a string
     are found in the bytes of the tokens exactly where the text has the string, because no character of UTF-8 begins
-    inside of another one.
+    inside another one.
 
     Args:
-      strings: none is empty. U+FFFD in one is that character, not a broken one; half of a surrogate pair is in no text.
+      strings: not empty. U+FFFD in a string matches only that character, not invalid bytes; a string with a lone
+        surrogate never matches.
     """
 
     def __init__(self, strings: Sequence[str], token_bytes: TokenBytes):
         self._strings = [(string.encode(), string) for string in strings if _has_bytes(string)]
         self._longest = max((len(content) for content, _ in self._strings), default=1)
         self._start = TextStart(token_bytes)
-        self._tail = b''  # of the text so far: what a string may begin with
+        self._tail = b''  # end of the text so far, in which a string may begin
 
     def pass_over(self, tokens: Iterable[int]) -> None:
-        """The next tokens of the answer, in which no string ends it."""
+        """Reads the next tokens of the answer without looking for strings in them."""
         self._keep(self._tail + b''.join(self._start.spell(tokens)))
 
     def find(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """(how many of the next tokens belong to the answer, the string that the last one of these completes)."""
+        """Returns (how many of the next tokens belong to the answer, the string that the last of them completes)."""
         for count, added in enumerate(self._start.spell(tokens), start=1):
             passed = len(self._tail)
             content = self._tail + added
@@ -126,7 +127,7 @@ class StopSearch:
         self._tail = content[max(0, len(content) - self._longest + 1) :]
 
     def _first_match(self, content: bytes, passed: int) -> str | None:
-        """The string that begins first among those that end behind `passed` bytes."""
+        """Returns the string that begins first, of all strings that end after `passed` bytes."""
         found = [
             (at, index)
             for index, (one, _) in enumerate(self._strings)
@@ -144,9 +145,9 @@ _DIGEST_BYTES = 16  # of a prompt's key: two different prompts share one with a 
 
 
 class GrowingArray:
-    """An array with an append along its first axis, whose cost does not depend on the length.
+    """An array that grows along its first axis, in amortised constant time per element.
 
-    As long as it repeats one value (types.repeat) its memory does not depend on the length either.
+    As long as it repeats one value (types.repeat), its memory does not depend on the length.
     """
 
     def __init__(self, values: np.ndarray):
@@ -158,7 +159,7 @@ class GrowingArray:
 
     @property
     def last(self) -> Any:
-        """The last element; there is one."""
+        """The last element; the array must not be empty."""
         return self._array[0 if self._repeats else self.length - 1]
 
     def extend(self, values: np.ndarray) -> None:
@@ -178,7 +179,7 @@ class GrowingArray:
         self.length = end
 
     def view(self, start: int = 0) -> np.ndarray:
-        """Elements from `start` on; nothing that follows changes them."""
+        """Returns the elements from `start` on; later calls do not change them."""
         if self._repeats and self.length:
             return repeat(self._array[0], self.length - start, self._array.dtype)
         return self._array[start : self.length]
@@ -192,21 +193,21 @@ class RunningRequest(SegmentIterator):
         super().__init__(request, clock, engine)
         self.limit = limit
         self.streams = False  # every dispatch delivers, however short the segments are
-        self.stop_search: StopSearch | None = None  # in what is generated here; stream.py makes it
-        self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
+        self.stop_search: StopSearch | None = None  # in tokens generated here; made by stream.py
+        self.matched: int | str | None = None  # the stop token or string that ended it, if any
         self.cached: CachedSequence | None = (
             None  # its part of the KV cache; cache_table.py keeps it and the next three
         )
         self.prompt_digests: Sequence[bytes] | None = None  # of the prompt without its last token, see blocks.py
-        self.cached_tokens: int | None = None  # of the prompt, which others had computed as it began; None = it has not
-        self.retractions = 0  # times that its KV was given up and had to be computed again
+        self.cached_tokens: int | None = None  # of the prompt, already computed when it began; None = it has not begun
+        self.retractions = 0  # times that its KV was dropped and had to be computed again
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it
         if request.prefix:
             self._given = concatenate([self._given, request.prefix_tokens], np.int32)
         self._tokens: GrowingArray | None = None  # made when the first token is generated
-        self._delivered = len(self._given)  # tokens that are not part of the segment under way
+        self._delivered = len(self._given)  # tokens before the segment under way
         self._version = 0  # of the segment under way
-        self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, as the next
+        self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, like the next
         self._columns: dict[str, GrowingArray] = {}
         self._context: ColumnArrays = {}  # of the prompt, until the first segment is delivered
         self._known = of_request(request.sampling)
@@ -217,7 +218,7 @@ class RunningRequest(SegmentIterator):
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: prompt, and everything generated; a view that does not change when more is generated."""
+        """The prompt and all generated tokens, int32 [T]; a view that does not change when more are generated."""
         return self._given if self._tokens is None else self._tokens.view()
 
     @property
@@ -226,17 +227,17 @@ class RunningRequest(SegmentIterator):
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the answer was generated, here or before."""
+        """Whether any token of the answer was generated, here or on an earlier engine."""
         return len(self) > len(self.request.prompt_tokens)
 
     @functools.cached_property
     def root_digest(self) -> bytes:
-        """See block_index.root_digest."""
+        """The digest of the empty sequence, see blocks.root_digest."""
         return root_digest(self.request.cache_salt or '')
 
     @functools.cached_property
     def prompt_key(self) -> bytes:
-        """Equal for two requests of one cache_salt whose prompts, without the last token of each, are equal."""
+        """A key that is equal for requests with the same cache_salt and the same prompt without its last token."""
         content = np.ascontiguousarray(self.request.prompt_tokens[:-1], np.int32)
         salt = self.request.cache_salt
         key = hashlib.blake2b(salt.encode()).digest() if salt else b''
@@ -245,10 +246,10 @@ class RunningRequest(SegmentIterator):
     def extend(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, columns: ColumnArrays = _NO_COLUMNS
     ) -> None:
-        """Adds n >= 1 tokens of one version to the segment under way; other columns than its own begin a new one.
+        """Adds n >= 1 tokens of one version to the segment under way; a different set of columns begins a new segment.
 
         `tokens` int32 [n]; `logprobs` float32 [n]; `columns` may have more than the request needs.
-        Raises RuntimeError where the segment under way has another version, ColumnError for a column that is missing.
+        Raises RuntimeError if the segment under way has another version, ColumnError for a missing column.
         """
         if len(self) > self._delivered and self._version != version:
             raise RuntimeError(f'request {self.request_id}: flush version {self._version} before {version}')
@@ -273,7 +274,7 @@ class RunningRequest(SegmentIterator):
             self._columns[name].extend(values)
 
     def give_context(self, columns: ColumnArrays) -> None:
-        """What the first segment tells of the prompt, see Segment.context."""
+        """Sets the columns of the prompt that the first segment delivers, see Segment.context."""
         self._context = columns
 
     def flush(self) -> None:
@@ -298,5 +299,5 @@ class RunningRequest(SegmentIterator):
 
 
 def _keep(view: np.ndarray) -> np.ndarray:
-    """The same values, without the longer array that they are a part of."""
+    """Copies the view, so that it does not keep the longer array alive; a repeated value needs no copy."""
     return view if is_repeated(view) else view.copy()

@@ -1,8 +1,8 @@
-"""What an engine does next: which requests enter slots, which leave them for want of blocks, and the next dispatch.
+"""Plans an engine's next dispatch: which requests enter slots, and which leave them because blocks run out.
 
-Pure bookkeeping between two dispatches; stream.py runs what is planned here. Prefill goes in pieces between the
-dispatches of decoding, so that long prompts do not stop the other answers: at most MOST_PREFILLED times the tokens of
-the longest piece, then one dispatch for the requests that are ready. A dispatch costs nearly as much with few rows.
+Pure bookkeeping between two dispatches; stream.py runs the plans. Prefill runs in pieces between decode dispatches, so
+that long prompts do not stop the other answers: at most MOST_PREFILLED times the tokens of the longest piece, then one
+decode dispatch for the requests that are ready. A decode dispatch costs nearly as much with few rows as with many.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class SlotTable:
         return running.request_id in self._slot_of
 
     def running(self) -> list[tuple[int, RunningRequest]]:
-        """(slot, request) by slot."""
+        """Lists (slot, request) by slot."""
         return [(slot, running) for slot, running in enumerate(self.slots) if running is not None]
 
     def admitted(self) -> list[RunningRequest]:
-        """Requests in slots, in the order in which they came there."""
+        """Lists the requests in slots, in the order in which they entered."""
         return [running for slot in self._slot_of.values() if (running := self.slots[slot]) is not None]
 
     def youngest(self) -> RunningRequest:
-        """The request that came to a slot last."""
+        """The request that entered a slot last."""
         return self._at(next(reversed(self._slot_of.values())))
 
     def open_requests(self) -> list[RunningRequest]:
@@ -68,7 +68,7 @@ class SlotTable:
         return not self._slot_of and not self._waiting
 
     def version(self) -> int | None:
-        """The version that the requests in slots ask for, of the first waiting one where no slot is taken."""
+        """Returns the version that the requests in slots ask for; if all slots are free, the first waiting one's."""
         first = next(iter(self._slot_of.values()), None)
         running = next(iter(self._waiting.values())) if first is None else self._at(first)
         return running.request.version
@@ -78,9 +78,9 @@ class SlotTable:
         self._waiting[running.request_id] = running
 
     def next_waiting(self, *, only_begun: bool = False) -> RunningRequest | None:
-        """The first request of the queue, or of those that already have tokens, if it may have a slot now.
+        """Returns the first waiting request if it may enter a slot; `only_begun`: the first that has tokens.
 
-        Requests in slots all ask for one version: one of another waits until all slots are free.
+        All requests in slots ask for the same version: a request of another one waits until all slots are free.
         """
         if not self._waiting or not self._free:
             return None
@@ -101,7 +101,7 @@ class SlotTable:
         heapq.heappush(self._free, slot)
 
     def remove(self, request_id: str) -> RunningRequest | None:
-        """Takes the request out, wherever it is; None where it is not here."""
+        """Removes the request from queue or slot; returns None if it is in neither."""
         if request_id in self._waiting:
             return self._waiting.pop(request_id)
         if request_id not in self._slot_of:
@@ -129,12 +129,12 @@ class SlotTable:
 
 NO_PREFILL = PrefillBucket(0, 0)
 MOST_PREFILLED = 4  # longest pieces, in tokens, between two dispatches of decoding
-_FULL = 0.75  # share of a bucket that is worth its padding: the pieces of a worse one go in two
+_FULL = 0.75  # share of a bucket that is worth its padding: pieces that fill less are split over two dispatches
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPiece:
-    """A piece with what it fills."""
+    """A prefill piece with the prefix or sequence that it fills."""
 
     target: Prefix | CachedSequence
     piece: PrefillPiece
@@ -142,7 +142,7 @@ class PlannedPiece:
 
     @property
     def is_of_prompt(self) -> bool:
-        """Whether other answers to the prompt share it."""
+        """Whether the piece is of a prefix, which other answers to the prompt share."""
         return isinstance(self.target, Prefix)
 
 
@@ -151,22 +151,22 @@ class PrefillStep:
     """One dispatch of prefill: copies, pieces, copies."""
 
     copies: tuple[tuple[int, int], ...]  # (source, target) blocks, before all else
-    requests: tuple[str, ...]  # that are new in their slots, or whose tokens are computed
+    requests: tuple[str, ...]  # new in their slots, or with tokens in this prefill
     bucket: PrefillBucket
     pieces: tuple[PlannedPiece, ...]
-    found: tuple[int, int]  # positions of prompts that the cache had, for answers without tokens and for others
+    found: tuple[int, int]  # prompt positions that the cache had, for answers without and with tokens
     attached_before: tuple[RunningRequest, ...]  # requests whose prefix is in the cache
     attached_after: tuple[RunningRequest, ...]  # requests whose prefix the pieces complete
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """One dispatch of decoding, for the requests whose tokens but the last are in the cache."""
+    """One decode dispatch, for the requests whose tokens except the last are in the cache."""
 
-    copies: tuple[tuple[int, int], ...]  # as of PrefillStep
+    copies: tuple[tuple[int, int], ...]  # as in PrefillStep
     entries: tuple[tuple[int, RunningRequest], ...]  # (slot, request) by slot
-    rows: tuple[DecodeRow, ...]  # beside them
-    quiet: int  # such dispatches, this one included, before anything is to be decided, unless a request ends or comes
+    rows: tuple[DecodeRow, ...]  # of the entries, in their order
+    quiet: int  # equal dispatches, this one included, until the next decision, unless a request ends or comes
 
 
 class Scheduler:
@@ -174,8 +174,8 @@ class Scheduler:
 
     Args:
       version: policy version of the requests that are not pinned to one.
-      decode_steps: tokens of a row in one dispatch.
-      on_preempt: told of each request that gives its blocks up.
+      decode_steps: tokens per row in one dispatch.
+      on_preempt: called with each request that loses its blocks to another one.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class Scheduler:
             context_tokens=backend.context_tokens, steps=decode_steps, version=version,
         )  # fmt: skip
         self._prefilled = 0  # tokens since the last dispatch of decoding, padding included
-        # requests in slots that are not ready to decode, in the order of admission, and since the last plan maybe some
-        # that are, or that have left; None: any may be, and any may lack blocks
+        # requests in slots that are not ready to decode, in the order of admission; some may have become ready or left
+        # since the last plan. None: unknown, and any request may lack blocks
         self._unready: list[RunningRequest] | None = None
 
     # Requests.
@@ -200,7 +200,7 @@ class Scheduler:
         self.cache.open(running)
 
     def remove(self, request_id: str) -> RunningRequest | None:
-        """Takes the request out, wherever it is; None where it is not here."""
+        """Removes the request from queue or slot, and its blocks; returns None if it is in neither."""
         self._unready = None
         running = self.table.remove(request_id)
         if running is not None:
@@ -208,13 +208,13 @@ class Scheduler:
         return running
 
     def end(self, running: RunningRequest) -> None:
-        """The answer of a request in a slot has ended; a prompt that goes on behind it finds it in the cache."""
+        """Removes a request whose answer has ended; a later prompt that continues it finds it in the cache."""
         self.note_decoded(running)
         self.table.leave(running)
         self.cache.close(running, keep=True)
 
     def change_version(self, version: int, *, keep: bool) -> None:
-        """Forgets what is kept, and the cache of the requests in slots; with `keep`, not of those that decode."""
+        """Forgets kept blocks and the KV of the requests in slots; `keep` spares requests that are ready to decode."""
         self._unready = None
         for running in self.table.admitted():
             if not (keep and _is_ready(running)):
@@ -230,7 +230,7 @@ class Scheduler:
     # The next dispatch.
 
     def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
-        """None where there is no request.
+        """Plans the next dispatch; None if no request can run.
 
         Args:
           only_begun: no new answer starts; waiting requests that already have tokens get slots.
@@ -252,7 +252,7 @@ class Scheduler:
         return DecodeStep(tuple(self.cache.take_copies()), entries, rows, quiet)
 
     def note_prefilled(self, step: PrefillStep) -> None:
-        """The dispatch is done. A request that was cancelled meanwhile has no part of the cache any more."""
+        """Notes a finished prefill. A request that was cancelled meanwhile has no part of the cache any more."""
         for running in (*step.attached_before, *step.attached_after):
             if running.cached is not None:
                 self.cache.attach(running)
@@ -262,14 +262,14 @@ class Scheduler:
                 self.cache.prefixes.note_filled(planned.target)
 
     def note_decoded(self, running: RunningRequest) -> None:
-        """A request got tokens, of which all but the last are in the cache."""
+        """Notes that a request got tokens, of which all but the last are in the cache."""
         self._unready = None
         cached = _cached(running)
         cached.filled = len(running) - 1
         self.cache.cover(running)
 
     def _give_blocks(self) -> None:
-        """Blocks for what requests in slots do next, the first admitted first; the last ones give theirs up."""
+        """Gives requests in slots blocks for the next dispatch, in admission order; preempts the youngest if short."""
         for running in self.table.admitted():
             while self.table.has_slot(running) and not self._has_blocks(running):
                 youngest = self.table.youngest()
@@ -284,13 +284,13 @@ class Scheduler:
         return not _is_ready(running) or self.cache.grow(running)
 
     def _find_unready(self) -> list[RunningRequest]:
-        """Of the requests that were in slots before; a request that is ready stays so until it decodes."""
+        """Lists unready requests that were in slots before; a ready request stays ready until it decodes."""
         if self._unready is None:
             return [running for running in self.table.admitted() if not _is_ready(running)]
         return [running for running in self._unready if self.table.has_slot(running) and not _is_ready(running)]
 
     def _admit(self, only_begun: bool) -> list[RunningRequest]:
-        """The requests that come to slots now."""
+        """Moves waiting requests to slots and returns them."""
         admitted: list[RunningRequest] = []
         while (running := self.table.next_waiting(only_begun=only_begun)) is not None:
             if not self.cache.place(running, at_any_cost=not self.table.taken):
@@ -301,10 +301,10 @@ class Scheduler:
         return admitted
 
     def _plan_prefill(self, unready: Sequence[RunningRequest]) -> PrefillStep:
-        """Requests that are ready have nothing to compute, and their prefill was logged."""
+        """Plans a prefill for unready requests. Ready ones have nothing to compute, and their prefill was logged."""
         planned: dict[Prefix | CachedSequence, tuple[RunningRequest, PlannedPiece]] = {}  # by target
         spans: list[Span] = []
-        is_full, before = False, []  # `is_full`: no bucket holds what is planned, so that what follows need not be
+        is_full, before = False, []  # `is_full`: no bucket holds the planned pieces, so plan no more
         for running in unready:
             cached = _cached(running)
             if not cached.is_attached and (cached.prefix is None or cached.prefix.is_complete):
@@ -332,7 +332,7 @@ class Scheduler:
         return PrefillStep(copies, named, bucket, pieces, found, tuple(before), tuple(after))
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
-        """Cut at multiples of the longest piece from where the target begins, so that company does not move a cut."""
+        """Cuts at multiples of the longest piece from the target's start, so that other requests do not move a cut."""
         if isinstance(target, Prefix):
             tokens, start = target.tokens, target.filled
             blocks = [*target.whole, *(() if target.tail is None else (target.tail,))]
@@ -345,7 +345,7 @@ class Scheduler:
     def _fill_bucket(
         self, planned: Sequence[tuple[RunningRequest, PlannedPiece]]
     ) -> tuple[Sequence[tuple[RunningRequest, PlannedPiece]], PrefillBucket]:
-        """As many of the first pieces as fill a bucket well, and the bucket."""
+        """Returns the first pieces, as many as fill a bucket well, and the bucket."""
         if not planned:
             return (), NO_PREFILL
         spans: list[Span] = [one.piece.span for _, one in planned]
@@ -363,7 +363,7 @@ class Scheduler:
         return planned[: best[1]], best[2]
 
     def _count_held(self, spans: Sequence[Span]) -> int:
-        """The most of the first spans that a bucket holds, at least 1."""
+        """Returns how many of the first spans one bucket holds, at least 1."""
         low, high = 1, len(spans)
         while low < high:
             middle = -(-(low + high) // 2)
@@ -375,7 +375,7 @@ class Scheduler:
 
 
 def _require(has_company: bool, running: RunningRequest) -> None:
-    """One request alone always fits, by the size of the cache."""
+    """Raises RuntimeError if the request is alone: by the size of the cache, a single one always fits."""
     if not has_company:
         raise RuntimeError(f'request {running.request_id} does not fit the KV cache, and nothing else is in it')
 
@@ -386,13 +386,16 @@ def _cached(running: RunningRequest) -> CachedSequence:
 
 
 def _is_ready(running: RunningRequest) -> bool:
-    """Whether all its tokens but the last are in the cache."""
+    """Whether all tokens of the request but the last are in the cache."""
     cached = running.cached
     return cached is not None and cached.is_attached and cached.filled == len(running) - 1
 
 
 def _take_found(unready: Sequence[RunningRequest]) -> tuple[int, int]:
-    """Of prefixes that no dispatch has told of, by whether the first request with it has tokens."""
+    """Returns PrefillStep.found for prefixes not reported yet, and marks them as reported.
+
+    A prefix counts for the first request with it, by whether that has tokens.
+    """
     found = [0, 0]
     for running in unready:
         if (prefix := _cached(running).prefix) is not None:
@@ -402,7 +405,7 @@ def _take_found(unready: Sequence[RunningRequest]) -> tuple[int, int]:
 
 
 def _prefill_target(running: RunningRequest) -> Prefix | CachedSequence | None:
-    """What is to be computed next for the request; None = nothing, or nothing yet."""
+    """Returns the prefix or sequence to compute next for the request; None = nothing, or nothing yet."""
     cached = _cached(running)
     if cached.prefix is not None and not cached.prefix.is_complete:
         return cached.prefix

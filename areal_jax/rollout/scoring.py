@@ -1,4 +1,4 @@
-"""Scoring: log-probs of given tokens by one forward pass over whole sequences, beside an engine's decoding.
+"""Scoring: log-probs of given tokens by one forward pass over whole sequences, while an engine decodes others.
 
 Requests wait in a queue. A pass takes as many of them as a row holds, in their order, and runs on the engine's lane
 between two dispatches with the weights then in use, so that every sequence has the log-probs of one version. It neither
@@ -33,23 +33,23 @@ class ScoringError(UserError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoringRequest:
-    """Tokens whose log-probs are wanted. Two are never equal, so one can be ended even if another has its name."""
+    """Tokens to be scored. Requests compare by identity, so one can be ended even if another has the same name."""
 
-    name: str  # several may have one
+    name: str  # need not be unique
     tokens: np.ndarray  # int32 [n], n >= 2
     first: int  # 1 <= first < n: tokens [first, n) are scored, each given all before it
     temperatures: np.ndarray  # float32 [n - first], of the softmax of each; 0 counts as 1
     alternatives: int = 0  # k, at most MOST_ALTERNATIVES
-    group: str = ''  # what all sequences of one call are called
+    group: str = ''  # shared by all sequences of one call
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What a scoring pass says of a sequence."""
+    """The result of a scoring pass for one sequence."""
 
     scores: TokenScores
     version: str  # of the weights
-    number: int  # of the same weights, of the service
+    number: int  # the service's number of these weights
 
 
 class ScoringBackend(Protocol):
@@ -57,11 +57,11 @@ class ScoringBackend(Protocol):
 
     @property
     def programs(self) -> int:
-        """Compiled so far."""
+        """The number of programs compiled so far."""
         ...
 
     def program_for(self, lengths: Sequence[int], alternatives: int) -> Hashable | None:
-        """The program whose row holds sequences of so many tokens; None where they need more than one pass."""
+        """Returns the program whose row holds sequences of these lengths; None if they need more than one pass."""
         ...
 
     def is_compiled(self, program: Hashable) -> bool: ...
@@ -69,16 +69,16 @@ class ScoringBackend(Protocol):
     def compile(self, program: Hashable, weights: Weights) -> None: ...
 
     def score(self, program: Hashable, weights: Weights, requests: Sequence[ScoringRequest]) -> list[TokenScores]:
-        """Raises ValueError where the row of the program does not hold them. Runs on the engine's lane."""
+        """Scores the requests on the engine's lane; raises ValueError if the row of the program does not hold them."""
         ...
 
 
 @dataclasses.dataclass
 class ScoringTotals:
-    """Of all passes since the start."""
+    """Totals of all passes since the start."""
 
     passes: int = 0
-    tokens: int = 0  # that went through the model, padding aside
+    tokens: int = 0  # that went through the model, without padding
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ class Scorer:
         self._engine, self.backend, self._clock = engine, backend, clock
         self.totals = ScoringTotals()
         self._queue: list[_Waiting] = []
-        self._pass: list[_Waiting] = []  # what is being scored
+        self._pass: list[_Waiting] = []  # being scored
         self._pausing = self._passing = False
         self._wake = clock.event(f'{engine.name}: a sequence to score')
         self._passed = clock.event(f'{engine.name}: a scoring pass has ended')
@@ -107,7 +107,7 @@ class Scorer:
         return len(self._queue) + len(self._pass)
 
     async def score(self, request: ScoringRequest) -> tuple[int, TokenScores] | None:
-        """(version of the weights, scores); None: it was cancelled. Raises ScoringError and LogprobError."""
+        """Returns (version of the weights, scores); None: it was cancelled. Raises ScoringError and LogprobError."""
         if self.backend.program_for([len(request.tokens)], request.alternatives) is None:
             raise ScoringError(f'{len(request.tokens)} tokens are more than this server scores at once: shorten them')
         waiting = _Waiting(request, self._clock.event(f'{request.name}: scored'))
@@ -120,7 +120,7 @@ class Scorer:
         return waiting.version, waiting.scores
 
     def open_requests(self) -> list[ScoringRequest]:
-        """What waits, or is being scored."""
+        """Lists the requests that are being scored or wait."""
         return [waiting.request for waiting in (*self._pass, *self._queue)]
 
     def cancel(self, requests: Collection[ScoringRequest]) -> None:
@@ -133,7 +133,7 @@ class Scorer:
         self._note_emptied()
 
     async def pause(self) -> None:
-        """Returns when no pass runs; what waits is scored after `resume`, which ends this wait too."""
+        """Returns when no pass runs; waiting requests are scored after `resume`, which ends this wait too."""
         self._pausing = True
         while self._pausing and self._passing:
             self._passed.clear()
@@ -151,7 +151,7 @@ class Scorer:
             await self._clock.wait(self._emptied)
 
     async def serve(self) -> None:
-        """Scores what comes, for ever."""
+        """Scores requests forever."""
         while True:
             if self._pausing or not self._queue:
                 self._wake.clear()
@@ -167,7 +167,7 @@ class Scorer:
         program = self._fill_row()
         requests = [waiting.request for waiting in self._pass]
         began, backend = list(self._pass), self.backend
-        if not backend.is_compiled(program):  # while decoding goes on
+        if not backend.is_compiled(program):  # while decoding continues
             compiling = Work('compile', 1)
             await self._engine.run_beside(lambda weights: backend.compile(program, weights), compiling, decodes=True)
         tokens = sum(len(request.tokens) for request in requests)
@@ -183,7 +183,7 @@ class Scorer:
         self._pass = []
 
     def _fill_row(self) -> Hashable:
-        """Moves what one pass takes from the queue: the first, and in their order what fits beside it."""
+        """Moves the requests of one pass out of the queue: the first, then all that fit with it, in their order."""
         first, *others = self._queue
         taken, left, wide = [first], [], first.request.alternatives > 1
         alternatives = first.request.alternatives

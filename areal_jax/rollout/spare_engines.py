@@ -1,7 +1,7 @@
 """Leaves out a class of engines that adds nothing but age, and takes it back: rollout.slow_engines='spare'.
 
 A class is made of engines of equal hardware. pool.py asks at every publication. All numbers come from the ledger and
-the clock, so that a run that goes on from a checkpoint, and a replay, decide as the run did.
+the clock, so that a resumed run and a replay decide as the original run did.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Entry:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    engine: str  # of the request that came last
+    engine: str  # of the last request
     requests: int = 0  # open ones
 
 
 @dataclasses.dataclass(eq=False)
 class _Load:
-    """Of one engine."""
+    """The load of one engine."""
 
-    number: int  # in the order of joining: of equally loaded engines the first is chosen
+    number: int  # in the order of joining: among equally loaded engines the first is chosen
     outstanding: int = 0  # tokens
     is_routed: bool = True  # whether new requests may go there
 
@@ -49,10 +49,10 @@ class _Load:
 
 
 class Ledger:
-    """Which request is open on which engine, and how many tokens each engine may still have to generate."""
+    """The open requests of each engine, and the number of tokens that each engine may still have to generate."""
 
     def __init__(self, engines: Iterable[str] = ()):
-        self.on_room: Callable[[], None] = lambda: None  # called when a request ends, an engine comes or goes
+        self.on_room: Callable[[], None] = lambda: None  # called when a request ends, or an engine comes or goes
         # called with the engine, the change of its open requests, and tokens that one of them got
         self.on_change: Callable[[str, int, int], None] = lambda engine, requests, tokens: None
         self._numbers = itertools.count()
@@ -67,11 +67,11 @@ class Ledger:
         return len(self._entries)
 
     def find(self, request_id: str) -> Entry | None:
-        """None where no such request is open."""
+        """Returns the entry of a request; None if it is not open."""
         return self._entries.get(request_id)
 
     def add_engine(self, name: str) -> None:
-        """From now on new requests may go there; an engine that was withdrawn keeps its entries."""
+        """Lets new requests go to the engine; an engine that was withdrawn keeps its entries."""
         load = self._loads.setdefault(name, _Load(next(self._numbers)))
         self._unrank(name, load)
         load.is_routed = True
@@ -79,21 +79,21 @@ class Ledger:
         self.on_room()
 
     def withdraw_engine(self, name: str) -> None:
-        """No new request goes there; what is open there stays."""
+        """Stops new requests from going to the engine; its open requests stay."""
         load = self._loads[name]
         self._unrank(name, load)
         load.is_routed = False
         self.on_room()
 
     def remove_engine(self, name: str) -> None:
-        """Forgets the engine; raises RuntimeError where it has outstanding tokens."""
+        """Forgets the engine; raises RuntimeError if it has outstanding tokens."""
         self.withdraw_engine(name)
         if self._loads[name].outstanding:
             raise RuntimeError(f'{name} is removed with {self._loads[name].outstanding} outstanding tokens')
         del self._loads[name]
 
     def entries(self) -> list[Entry]:
-        """The open requests, first come first."""
+        """Lists the open requests in the order of arrival."""
         return list(self._entries.values())
 
     def outstanding(self) -> dict[str, int]:
@@ -101,19 +101,19 @@ class Ledger:
         return {name: load.outstanding for name, load in self._loads.items()}
 
     def routed_engines(self) -> int:
-        """How many engines take new requests."""
+        """The number of engines that take new requests."""
         return len(self._ranking)
 
     def is_routed(self, name: str) -> bool:
         return name in self._loads and self._loads[name].is_routed
 
     def engine_of_group(self, request: GenerationRequest) -> str | None:
-        """Where an open request of the same group is."""
+        """Returns the engine of the last request of the same group, if one is open."""
         group = self._groups.get((request.seed, request.draw))
         return None if group is None else group.engine
 
     def least_outstanding(self, avoid: str = '') -> str | None:
-        """The engine with the fewest outstanding tokens, not `avoid`; None where there is no other."""
+        """Returns the engine with the fewest outstanding tokens, except `avoid`; None if there is no other."""
         return next((name for _, _, name in self._ranking if name != avoid), None)
 
     def open(self, request: GenerationRequest, engine: str) -> Entry:
@@ -134,14 +134,14 @@ class Ledger:
         return entry
 
     def note_generated(self, entry: Entry, tokens: int) -> None:
-        """Notes that so many of its tokens were delivered; a closed entry stays as it is."""
+        """Notes that `tokens` of its tokens were delivered; a closed entry stays as it is."""
         if self._entries.get(entry.request_id) is entry:
             entry.outstanding -= tokens
             self._add(entry.engine, -tokens)
             self.on_change(entry.engine, 0, tokens)
 
     def close(self, entry: Entry) -> None:
-        """Notes that the request has ended; nothing the second time."""
+        """Notes that the request has ended; a second call does nothing."""
         if self._entries.get(entry.request_id) is not entry:
             return
         del self._entries[entry.request_id]
@@ -170,10 +170,10 @@ class Ledger:
             bisect.insort(self._ranking, (*load.rank, name))
 
 
-SLOW = 0.7  # of the speed of the fastest engines: those with less are slow
+SLOW = 0.7  # times the speed of the fastest engines: slower ones are slow
 PUBLICATIONS = 3  # in a row after which a class is left out
-FITS = 0.8  # of the slots of the other classes, that open answers fill: more may not fit when many come at once
-SLOWER = 1.1  # times the seconds of an update before: the class is taken back, as it did add tokens
+FITS = 0.8  # largest share of the other classes' slots that answers may fill: a reserve for when many come at once
+SLOWER = 1.1  # times the seconds of an update before: the class is taken back, because it did add tokens
 
 
 class Change(NamedTuple):
@@ -182,37 +182,37 @@ class Change(NamedTuple):
     mode: Literal['start', 'done']
     hardware: str
     reason: Literal['fits', 'full', 'slower']
-    open: float  # answers of the whole pool, mean since the publication before
-    slots: int  # of the engines that get requests without the class
+    open: float  # mean open answers of the whole pool since the previous publication
+    slots: int  # of the engines that get requests, without the class
     speed: float  # of an answer on the class, as a share of the fastest class
     update_s: float  # mean of the last intervals between publications
 
 
 @dataclasses.dataclass
 class Interval:
-    """Between two publications."""
+    """Measurements between two publications."""
 
     seconds: float
     answer_s: dict[str, float]  # seconds times open answers, by class
-    tokens: dict[str, int]  # that answers got, by class
+    tokens: dict[str, int]  # generated, by class
 
 
 class SpareRule:
-    """Which classes are left out. Decides once an interval, in constant time in the number of open answers.
+    """Decides once an interval which classes are left out; the time does not depend on the number of open answers.
 
-    A slow class is left out where the slots of the others had room for every open answer, on average and with a
-    reserve, in PUBLICATIONS intervals in a row. It is taken back where these slots are full, and where the next
-    PUBLICATIONS updates take longer than before; the latter doubles the number in a row that is asked for.
+    A slow class is left out if the slots of the others had room for every open answer, on average and with a
+    reserve, in PUBLICATIONS intervals in a row. It is taken back if these slots are full, or if the next PUBLICATIONS
+    updates take longer than before; the latter doubles the number of intervals in a row required from then on.
 
     Args:
-      slots: by class, of all its engines.
+      slots: by class, the sum over its engines.
     """
 
     def __init__(self, slots: Mapping[str, int]):
         self._slots = dict(slots)
         self.spared: list[str] = []  # classes, in the order in which they were left out
         self._open: collections.Counter[str] = collections.Counter()  # answers by class
-        self._at_s: float | None = None  # up to when `_since` is measured; None before the first publication
+        self._at_s: float | None = None  # time up to which `_since` is measured; None before the first publication
         self._since = Interval(0.0, {}, {})  # the interval under way
         self._last: list[Interval] = []
         self._needed = PUBLICATIONS  # in a row
@@ -221,14 +221,14 @@ class SpareRule:
         self._speeds: dict[str, float] = {}  # of classes when they were left out
 
     def note(self, hardware: str, answers: int, tokens: int, now_s: float) -> None:
-        """The class has so many more open answers, and got so many tokens."""
+        """Adds `answers` to the open answers of the class, and `tokens` to the tokens that it generated."""
         self._measure(now_s)
         self._open[hardware] += answers
         if tokens and self._at_s is not None:
             self._since.tokens[hardware] = self._since.tokens.get(hardware, 0) + tokens
 
     def judge(self, now_s: float) -> Change | None:
-        """Ends an interval: a version is published. At most one class changes."""
+        """Ends an interval at a publication and returns the change of at most one class."""
         self._measure(now_s)
         ended, self._since = self._since, Interval(0.0, {}, {})
         if self._at_s is None:
@@ -243,7 +243,10 @@ class SpareRule:
         return change
 
     def state(self, now_s: float) -> dict[str, Any]:
-        """JSON-able. Ends the term under way here, so that a resumed run adds the same ones in the same order."""
+        """Returns the state as JSON values.
+
+        Ends the current term of the sums here, so that a resumed run adds the same terms in the same order.
+        """
         self._measure(now_s)
         return {
             'spared': list(self.spared), 'at_s': self._at_s, 'since': dataclasses.asdict(self._since),
@@ -252,19 +255,19 @@ class SpareRule:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Open answers are noted again as their requests are opened."""
+        """Restores the state; open answers are noted again as their requests are opened."""
         self.spared, self._at_s, self._since = list(state['spared']), state['at_s'], Interval(**state['since'])
         self._last, self._needed = [Interval(**one) for one in state['last']], state['needed']
         self._held, self._speeds = dict(state['held']), dict(state['speeds'])
         self._trial = None if state['trial'] is None else (state['trial'][0], state['trial'][1])
 
     def _measure(self, now_s: float) -> None:
-        """Adds the time until now; nothing before the first publication, or without time."""
+        """Adds the time until now; does nothing before the first publication, or if no time has passed."""
         if self._at_s is None or now_s == self._at_s:
             return
         seconds, since = now_s - self._at_s, self._since
         since.seconds += seconds
-        for hardware in self._slots:  # in one order, so that a resumed run adds up in it too
+        for hardware in self._slots:  # in a fixed order, so that a resumed run adds in the same order
             if answers := self._open[hardware]:
                 since.answer_s[hardware] = since.answer_s.get(hardware, 0.0) + answers * seconds
         self._at_s = now_s
@@ -313,7 +316,7 @@ class SpareRule:
         return Change(mode, hardware, reason, _mean_open(ended), slots, self._speeds[hardware], update_s)
 
     def _measure_speeds(self) -> dict[str, float]:
-        """Tokens a second of an answer, over the last intervals, of the classes that had any."""
+        """Returns tokens per second and answer over the last intervals, by class that had answers and is not spared."""
         found: dict[str, float] = {}
         for hardware in self._slots:
             answer_s = sum(one.answer_s.get(hardware, 0.0) for one in self._last)
@@ -336,7 +339,7 @@ class SpareEngines:
     """Applies the rule to the ledger of a pool.
 
     Args:
-      hardware: by engine; two classes or more.
+      hardware: by engine; at least two classes.
       slots: of one engine.
     """
 
@@ -349,7 +352,7 @@ class SpareEngines:
         ledger.on_change = self._note
 
     def pass_publication(self, version: int) -> Sequence[str]:
-        """The engines that are left out from now on; what they have open goes on elsewhere."""
+        """Ends an interval; returns the engines that are left out from now on, whose open requests must move."""
         change = self._rule.judge(self._clock.now())
         if change is None:
             return ()

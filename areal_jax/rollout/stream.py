@@ -1,7 +1,7 @@
 """One set of decoding slots: the requests in and before them, their KV cache, and the dispatches that serve them.
 
-LocalEngine has a stream for training, and another for pinned requests, as of evaluation. It runs one dispatch at a
-time: scheduler.py plans it, and the owner of the stream chooses its weights.
+LocalEngine has a stream for training, and another for pinned requests, as for evaluation. A stream runs one dispatch at
+a time: scheduler.py plans it, and the owner of the stream chooses its weights.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class DispatchError(UserError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class LogprobFailure:
-    """What an engine does with a log-prob that no policy can have."""
+    """An engine's reaction to a log-prob that no policy can have."""
 
-    ends_run: bool  # else the request fails alone
-    fix: str  # what the error advises
+    ends_run: bool  # else only the request fails
+    fix: str  # the advice in the error
 
 
 IN_TRAINING = LogprobFailure(
@@ -55,7 +55,7 @@ IN_A_SERVER = dataclasses.replace(WITHOUT_TRAINING, ends_run=False)
 
 @dataclasses.dataclass(frozen=True)
 class EngineWeights:
-    """Weights as an engine's backend takes them."""
+    """Weights in the form that an engine's backend takes."""
 
     version: int
     params: Weights
@@ -63,7 +63,7 @@ class EngineWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """How the dispatches of a stream are called, as work of the lane and in the event log."""
+    """The names of a stream's dispatches, as work of the lane and in the event log."""
 
     prefill: str
     decode: str
@@ -76,7 +76,7 @@ EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=True
 
 @dataclasses.dataclass
 class StreamTotals:
-    """Of all dispatches since the start, in seconds of the clock from request to completion."""
+    """Totals of all dispatches since the start; seconds of the clock from request to completion."""
 
     decoded_tokens: int = 0
     decoded_s: float = 0.0
@@ -84,8 +84,8 @@ class StreamTotals:
     prefilled_s: float = 0.0
     rebuilt_tokens: int = 0  # of interrupted or preempted answers and their prompts, computed again
     rebuilt_s: float = 0.0
-    positions: int = 0  # that rows see, over rows and steps
-    positions_read: int = 0  # the same with all that attention reads and masks
+    positions: int = 0  # visible to rows, over rows and steps
+    positions_read: int = 0  # read by attention, the masked ones included
 
 
 class DecodeStream:
@@ -96,9 +96,9 @@ class DecodeStream:
       version: policy version of the requests that are not pinned to one.
       decode_steps: tokens per slot in one dispatch.
       token_bytes: for stop strings; None = a request may have none.
-      failure: what a log-prob does that is NaN, infinite or above 0.
+      failure: the reaction to a log-prob that is NaN, infinite or above 0.
 
-    Raises CacheBudgetError where the backend's cache can not hold one sequence.
+    Raises CacheBudgetError if the backend's cache can not hold one sequence.
     """
 
     def __init__(
@@ -157,34 +157,34 @@ class DecodeStream:
         return running
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the request with the reason 'cancelled'; False where it is not here."""
+        """Ends the request with the reason 'cancelled'; returns False if the stream does not have it."""
         running = self._scheduler.remove(request_id)
         if running is not None:
             running.finish('cancelled')
         return running is not None
 
     def change_version(self, version: int, *, keep: bool) -> None:
-        """Delivers everything; what is generated from now on is of this version.
+        """Delivers all generated tokens; later tokens are of this version.
 
-        The KV of requests that decode is kept where `keep` says so. All other is computed again.
+        `keep` keeps the KV of requests that are ready to decode; all other KV is computed again.
         """
         self.deliver()
         self._scheduler.change_version(version, keep=keep)
 
     def deliver(self) -> None:
-        """Delivers everything that was generated."""
+        """Delivers all generated tokens."""
         for running in self.table.open_requests():
             running.flush()
 
     def requeue(self) -> None:
-        """Delivers everything, and returns the requests in slots to the head of the queue, without their KV cache."""
+        """Delivers all generated tokens; returns the requests in slots to the head of the queue, without their KV."""
         self.deliver()
         self._scheduler.requeue()
 
     def recover(self, error: Exception) -> None:
-        """After a dispatch that raised: the requests in slots end with DispatchError, and the cache is empty.
+        """Recovers from a dispatch that raised: ends the requests in slots with DispatchError and empties the cache.
 
-        Waiting requests stay. The state of the cache is made anew, because the dispatch may have consumed it.
+        Waiting requests stay. The cache state is allocated again, because the dispatch may have consumed (donated) it.
         """
         for _, running in self.table.running():
             self._scheduler.remove(running.request_id)
@@ -199,11 +199,11 @@ class DecodeStream:
         self._state = self._backend.initial_state()
 
     def release(self) -> None:
-        """Lets the cache go; nothing is decoded any more."""
+        """Drops the cache; nothing can be decoded after this."""
         self._state = None
 
     def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
-        """The next dispatch, for `run`; None where there is no request. See Scheduler.next_step."""
+        """Returns the next dispatch, for `run`; None if there is no request. See Scheduler.next_step."""
         return self._scheduler.next_step(only_begun=only_begun)
 
     async def run(self, step: PrefillStep | DecodeStep, weights: EngineWeights) -> None:
@@ -290,7 +290,7 @@ class DecodeStream:
     def _require_sound(
         self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int
     ) -> Sequence[RunningRequest | None]:
-        """The requests with sound log-probs, by row; None in other rows.
+        """Returns the requests with sound log-probs, by row; None in other rows.
 
         Refuses a diverged or broken model here, before equal rewards or a filter can hide it.
         """
@@ -305,7 +305,7 @@ class DecodeStream:
             )
             if self._failure.ends_run:
                 raise error
-            self._scheduler.remove(running.request_id)  # nothing of it is kept
+            self._scheduler.remove(running.request_id)  # none of its KV is kept
             running.fail(error)
             sound[row] = None
         return sound
@@ -339,9 +339,9 @@ class DecodeStream:
                     running.flush()
 
     def _find_stop(self, running: RunningRequest, tokens: np.ndarray) -> tuple[int | str | None, int]:
-        """(stop token or string that ends the answer, how many of the new tokens belong to it).
+        """Returns (stop token or string that ends the answer, how many of the new tokens belong to the answer).
 
-        Decoding ends at a stop token by itself, but goes on behind a string, so that one wins.
+        Decoding ends at a stop token, but continues after a stop string. So a string found comes first, and wins.
         """
         params = running.request.sampling
         if params.stop_strings and self._token_bytes is not None:
@@ -358,7 +358,7 @@ class DecodeStream:
 
 
 def _seen_positions(span: Span) -> int:
-    """Over the tokens of the span: each token and the tokens before it."""
+    """The number of positions seen, summed over the span: each token sees itself and all tokens before it."""
     return (span.stop - span.start) * (span.start + 1 + span.stop) // 2
 
 
@@ -371,6 +371,6 @@ def _copy(backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]
 
 
 def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:
-    """(source, target) blocks. Each request appends to its own copy of the last block of a shared prefix."""
+    """Returns (sources, targets): each request appends to its own copy of the last block of a shared prefix."""
     pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
     return [source for source, _ in pairs], [target for _, target in pairs]

@@ -1,6 +1,6 @@
-"""How a prompt becomes an answer; the controller and the evaluator run workflows, which generate through the pool.
+"""Workflows: turn a prompt into an answer through the pool. The controller and the evaluator run them.
 
-`SingleTurn` is the default. `generate_turn` and `append_environment` are what a workflow of several turns is made of;
+`SingleTurn` is the default. A workflow of several turns is built from `generate_turn` and `append_environment`;
 configs/templates/two_turns.py is an example.
 """
 
@@ -51,11 +51,11 @@ class SingleTurn:
 async def generate_turn(
     pool: Generator, prompt: Prompt, episode: Episode, sampling: SamplingParams, seed: int, context_tokens: int
 ) -> EngineFinish | None:
-    """Generates one turn of an episode, after all that the episode holds; returns how the turn ended.
+    """Generates one turn of an episode, after all tokens that the episode has; returns how the turn ended.
 
-    The segments since the last environment tokens are the turn under way: a resumed episode goes on within it. The
+    The segments since the last environment tokens are the turn under way: a resumed episode continues within it. The
     sampled tokens of all turns are at most `sampling.max_new_tokens`, the whole sequence at most `context_tokens`;
-    'length' is also returned if none of them is left. The noise of a token depends on its position in the whole
+    'length' is also returned if no token is left. The noise of a token depends on its position in the whole
     sequence, so no turn repeats the noise of another. The caller sets the finish reason of the episode, and leaves it
     None for 'cancelled'.
     """
@@ -94,7 +94,7 @@ def append_environment(episode: Episode, tokens: ArrayLike) -> None:
 
 
 def count_turns(episode: Episode) -> int:
-    """How often environment tokens were added: the number of turns that have ended with a further one to come."""
+    """The number of segments of environment tokens: each one ends a turn that another turn follows."""
     return sum(segment.policy_version == NOT_GENERATED for segment in episode.segments)
 
 

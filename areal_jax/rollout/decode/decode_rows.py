@@ -25,44 +25,44 @@ COPIES = 8  # blocks that one call of `copy_blocks` copies
 
 @dataclasses.dataclass(frozen=True)
 class CacheSizes:
-    """In blocks of `block_tokens` positions."""
+    """The sizes of a cache in blocks of `block_tokens` positions."""
 
     context_tokens: int
     block_tokens: int
-    blocks: int  # that sequences may have
+    blocks: int  # available to sequences
 
     @property
     def table_blocks(self) -> int:
-        """Of the longest sequence."""
+        """The number of blocks of the longest sequence."""
         return -(-self.context_tokens // self.block_tokens)
 
     @property
     def padding_block(self) -> int:
-        """One more than sequences have: what belongs to none is written here."""
+        """The block after the sequences' blocks: writes of padding go here."""
         return self.blocks
 
 
 class EngineState(NamedTuple):
-    """What the programs of an engine take and return besides weights."""
+    """The state that an engine's programs take and return: KV cache and columns."""
 
     layers: Cache
     # ModelConfig.columns by name, [blocks + 1, block_tokens, *shape], of the token whose keys and values are at the
-    # same place; {} = not recorded
+    # same position; {} = not recorded
     columns: dict[str, jax.Array]
 
 
 def empty_columns(columns: Iterable[Column], *axes: int) -> dict[str, jax.Array]:
-    """[*axes, *shape] of the fill value of each column; the model has given its shape."""
+    """Returns arrays [*axes, *shape] with each column's fill value; the model has set the column's shape."""
     return {column.name: jnp.full((*axes, *column.blank(0).shape[1:]), column.fill, column.dtype) for column in columns}
 
 
 def read_columns(columns: Mapping[str, jax.Array], table: jax.Array) -> dict[str, jax.Array]:
-    """[M, block_tokens, *shape] of the blocks of a table, int32 [M]."""
+    """Returns the columns [M, block_tokens, *shape] of the blocks of a table, int32 [M]."""
     return {name: kept[table] for name, kept in columns.items()}
 
 
 def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
-    """Zeros, the padding block included."""
+    """Returns a cache of zeros, the padding block included."""
     blocks = sizes.blocks + 1
     return tuple(
         attention.empty(blocks, config.n_kv_heads, sizes.block_tokens, config.head_dim, dtype)
@@ -71,7 +71,7 @@ def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSize
 
 
 def copy_blocks(attention: CacheAttention, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
-    """The state with each source block, int32 [C], copied to the target block beside it."""
+    """Returns the state with block sources[i] copied to block targets[i], both int32 [C]."""
     layers = tuple(attention.copy(layer, sources, targets) for layer in state.layers)
     return EngineState(layers, {name: kept.at[targets].set(kept[sources]) for name, kept in state.columns.items()})
 
@@ -79,7 +79,7 @@ def copy_blocks(attention: CacheAttention, state: EngineState, sources: jax.Arra
 def write_columns(
     state: EngineState, found: Mapping[str, jax.Array], blocks: jax.Array, offsets: jax.Array
 ) -> dict[str, jax.Array]:
-    """The columns of a state with those of a pass, [T, *shape], at the places of its T tokens, int32 [T]."""
+    """Writes a pass's columns `found`, [T, *shape], at `blocks` and `offsets` of its T tokens, int32 [T]."""
     write = lambda kept, new: kept.at[blocks, offsets].set(new.astype(kept.dtype))
     return {name: write(kept, found[name]) for name, kept in state.columns.items()}
 
@@ -106,17 +106,17 @@ class Batch:
 
 
 def most_stop_tokens(adjusted: bool) -> int:
-    """Of a request. Chat models end an answer with one to three; clients of a server add their own."""
+    """The maximum of a request. Chat models end an answer with one to three; clients of a server add more."""
     return 16 if adjusted else 4
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether programs that are neither filtered nor adjusted can decode with these."""
+    """Whether programs that are neither filtered nor adjusted can decode with these parameters."""
     return not params.changes_softmax and len(params.stop_tokens) <= most_stop_tokens(adjusted=False)
 
 
 def empty_batch(rows: int, sizes: CacheSizes, adjusted: bool = False, penalized: bool = False) -> Batch:
-    """All padding; `penalized`: its rows may be given penalties."""
+    """Returns a batch of padding; `penalized`: its rows may be given penalties."""
     adjustments = empty_adjustments(rows, sizes.context_tokens, penalized=penalized) if adjusted else None
     return Batch(
         token=np.zeros(rows, np.int32),
@@ -134,7 +134,7 @@ def empty_batch(rows: int, sizes: CacheSizes, adjusted: bool = False, penalized:
 
 
 def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes, adjusted: bool) -> tuple[Batch, np.ndarray]:
-    """(batch of `size` rows, its row of every given one, int [rows])."""
+    """Returns (batch of `size` rows, the batch row of every given row, int [rows])."""
     order = sorted(range(len(rows)), key=lambda i: -rows[i].position)
     penalized = adjusted and any(row.request.sampling.penalizes for row in rows)
     batch, places = empty_batch(size, sizes, adjusted, penalized), np.empty(len(rows), np.intp)

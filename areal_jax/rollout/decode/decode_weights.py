@@ -1,4 +1,4 @@
-"""Weights as the decode programs take them, and how engines on the same devices share them."""
+"""Weights in the form that decode programs take, shared by engines on the same devices."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from areal_jax.types import PublishedWeights
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedWeights:
-    """What `prepare` of a backend returned; every backend of the same decoder on the same devices takes it."""
+    """The result of a backend's `prepare`; valid for every backend of the same decoder on the same devices."""
 
     params: Params
 
 
 def require_quantizable(weights: str, dtype: str, lora: Lora | None, config: ModelConfig) -> None:
-    """Raises ConfigError for an unknown form of weights, and where these cannot be in 8 bits."""
+    """Raises ConfigError for an unknown form of weights, and if these weights cannot be in 8 bits."""
     if weights not in choices('rollout.weights'):
         raise ConfigError(f'weights={weights!r} is unknown; use one of {", ".join(choices("rollout.weights"))}')
     if weights == 'int8' and dtype != 'float32':
@@ -41,10 +41,10 @@ def require_quantizable(weights: str, dtype: str, lora: Lora | None, config: Mod
 
 
 def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
-    """Paths of the published leaves that the decoder takes transposed; it takes all others as they are.
+    """Returns the paths of the published leaves that the decoder takes transposed; it takes all others unchanged.
 
-    None where it takes a leaf in another form, panels or 8 bits: then every version is prepared as a whole. Matrices
-    of sizes that differ are prepared as shapes, and what comes out says what becomes of each.
+    None if it takes a leaf in another form (panels or 8 bits): then every version is prepared as a whole. Found by
+    preparing abstract matrices with unequal sides: the shape of each result shows how its leaf is changed.
     """
     rows, columns = 16, 24  # which panels of kernels divide
     of_matrix = lambda shape: (*shape[:-2], rows, columns) if len(shape) > 1 else shape
@@ -66,9 +66,9 @@ def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
 def share_prepared(
     receive: Callable[[PublishedWeights], Params], prepare: Callable[[Params], PreparedWeights]
 ) -> Callable[[PublishedWeights], PreparedWeights]:
-    """`receive` with prepared weights: a version is received and prepared once for all who hold it at the same time."""
+    """Wraps `receive` to return prepared weights: a version is received and prepared once while any engine holds it."""
     held: weakref.WeakValueDictionary[tuple[int, str], PreparedWeights] = weakref.WeakValueDictionary()
-    lock = threading.Lock()  # engines fetch on lanes of their own
+    lock = threading.Lock()  # engines fetch on separate lanes
 
     def fetch(published: PublishedWeights) -> PreparedWeights:
         key = published.version, published.manifest_hash

@@ -1,4 +1,4 @@
-"""The traced program of `generate`: steps of decoding for the rows of a batch, until none is live or they are done.
+"""The traced program of `generate`: decodes the rows of a batch step by step, until the last step or no row is live.
 
 Shapes: B rows, S declared steps, M blocks of a table row, H heads, K key-value heads, D head size.
 """
@@ -44,12 +44,12 @@ from areal_jax.types import Tree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Of all steps, with the meaning of rollout.backend.DecodeOutput."""
+    """The outputs of all steps; fields as in rollout.backend.DecodeOutput."""
 
     tokens: jax.Array  # int32 [S, B]
     logprobs: jax.Array  # float32 [S, B]
     valid: jax.Array  # bool [S, B]
-    # [S, B, *shape]; SAMPLING_LOGPROBS where rows may change the softmax, those of the model where they are recorded
+    # [S, B, *shape]; SAMPLING_LOGPROBS if rows may change the softmax, the model's columns if they are recorded
     columns: dict[str, jax.Array]
     positions_read: jax.Array  # int32
 
@@ -57,11 +57,11 @@ class Outputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """What a step changes.
+    """The state of the rows that a step changes.
 
-    A row that has ended is computed along with the others until the dispatch ends, and its position grows: so the rows
-    stay in the descending order of their positions. It writes to the padding block, and its results are never read. The
-    native attention needs no order of the rows, and reads nothing for one that has ended.
+    An ended row is computed with the others until the dispatch ends, and its position grows: so the rows stay in
+    descending order of position. It writes to the padding block, and its results are never read. The native attention
+    needs no order of rows, and reads nothing for an ended row.
     """
 
     token: jax.Array  # int32 [B]
@@ -69,18 +69,18 @@ class _Rows:
     live: jax.Array  # bool [B]
 
 
-_Sampled = tuple[jax.Array, jax.Array, jax.Array | None]  # of sampling.sample_tokens
-_Carry = tuple[jax.Array, EngineState, _Rows, Outputs]  # the first is the number of the step
+_Sampled = tuple[jax.Array, jax.Array, jax.Array | None]  # result of sampling.sample_tokens
+_Carry = tuple[jax.Array, EngineState, _Rows, Outputs]  # the first is the step number
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """The program for one decoder; it has the batch of its arguments.
+    """The program for one decoder; its arguments set the batch size.
 
     Args:
       over_heads: turns attention over the heads of one device into attention over all heads.
       mix: the product of experts.
-      steps: the most of one call, S.
+      steps: maximum steps of one call, S.
       filtered: whether rows may use top_k, top_p or min_p.
       adjusted: whether logits of rows may be adjusted, see sampling.py.
     """
@@ -97,7 +97,7 @@ class Generate:
     def __call__(
         self, weights: Params, state: EngineState, batch: Batch, steps: jax.Array
     ) -> tuple[EngineState, Outputs]:
-        """Up to `steps` tokens for every row; fewer when no row is live any more."""
+        """Decodes up to `steps` tokens for every row; stops early when no row is live."""
         keys = sampling.request_keys(batch.seed[:, :2], batch.seed[:, 2], batch.seed[:, 3])
         counts = self._count(batch)
 
@@ -134,7 +134,7 @@ class Generate:
         )
 
     def _lengths(self, batch: Batch, rows: _Rows) -> jax.Array:
-        """int32 [B]: positions that a step attends to, its own included; 0 = the row needs no attention."""
+        """Returns int32 [B]: positions that a step attends to, the new one included; 0 = the row needs no attention."""
         held = self.sizes.table_blocks * self.sizes.block_tokens
         attends = rows.live if self.attention.name == 'native' else batch.limit > 0
         return jnp.where(attends, jnp.minimum(rows.position + 1, held), 0)
@@ -142,8 +142,10 @@ class Generate:
     def _forward(
         self, weights: Params, state: EngineState, batch: Batch, rows: _Rows, lengths: jax.Array
     ) -> tuple[EngineState, jax.Array, BlockSums | None, dict[str, jax.Array]]:
-        """The state with the tokens of the rows, the logits behind them, float32 [B, V], their sums if known, and the
-        columns of the model, [B, *shape]."""
+        """Runs the rows' tokens through the model.
+
+        Returns (state with the tokens, logits float32 [B, V], block sums if known, the model's columns [B, *shape]).
+        """
         place = jnp.minimum(rows.position // self.sizes.block_tokens, self.sizes.table_blocks - 1)
         block = jnp.take_along_axis(batch.table, place[:, None], axis=1)[:, 0]
         block = jnp.where(rows.live, block, self.sizes.padding_block)
@@ -181,7 +183,7 @@ class Generate:
         rows: _Rows,
         change: Callable[[jax.Array], jax.Array],
     ) -> _Sampled:
-        """One token a row; where no live row asks for another distribution, as cheap as in programs without."""
+        """Samples one token per row; as cheap as in programs without adjustments if no live row asks for any."""
 
         def sample(z: jax.Array, changed: jax.Array | None) -> _Sampled:
             return sampling.sample_tokens(z, keys, rows.position + 1, batch.temperature, changed, sums)
@@ -207,7 +209,7 @@ class Generate:
         self, logits: jax.Array, batch: Batch, rows: _Rows, counts: TokenCounts | None, generated: jax.Array,
         step: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        """The logits that tokens are drawn from, float32 [B, V]; `generated` int32 [S, B] holds `step` tokens a row."""
+        """Returns the logits to draw from, float32 [B, V]; `generated` int32 [S, B] holds `step` tokens per row."""
         adjustments = batch.adjustments
         if adjustments is not None and counts is not None:
             adjust = lambda z: adjust_logits(
@@ -221,12 +223,12 @@ class Generate:
 
 
 def _asks_for_cut(batch: Batch) -> jax.Array:
-    """bool [B]; SamplingParams.cuts."""
+    """Returns SamplingParams.cuts of each row, bool [B]."""
     return (batch.temperature > 0) & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
 
 
 def _advance(batch: Batch, rows: _Rows, tokens: jax.Array) -> _Rows:
-    """The rows after each has generated its entry of `tokens`, int32 [B]."""
+    """Returns the rows after each has generated its entry of `tokens`, int32 [B]."""
     stopped = jnp.any(batch.stop_tokens == tokens[:, None], axis=-1)
     length = rows.position + 2  # tokens of the sequence with the new one: its input was at `position`
     return _Rows(tokens, rows.position + 1, rows.live & ~stopped & (length < batch.limit))
@@ -253,19 +255,19 @@ def _record(
 
 # An engine over several devices, each with a part of heads, MLP and vocabulary, or of the experts of a layer.
 #
-# app/ brings weights to the engine, sharded as `weight_shardings` says. Attention needs no exchange between devices,
-# because heads are independent: each device writes and reads the keys and values of its own heads, and XLA adds one
-# sum over devices behind attention and one behind the MLP. The rows of a dispatch are on every device. Devices that
-# differ in `expert` share out the experts of every layer alone: each has all else, the cache included, and computes
-# it too. Shapes: T tokens, H heads, K key-value heads, D head size.
+# app/ brings weights to the engine, sharded by `weight_shardings`. Attention needs no exchange between devices,
+# because heads are independent: each device writes and reads the keys and values of its heads, and XLA adds one
+# all-reduce after attention and one after the MLP. The rows of a dispatch are on every device. Along the `expert` axis
+# only the experts of every layer are sharded: everything else, the cache included, is replicated and computed on each
+# device. Shapes: T tokens, H heads, K key-value heads, D head size.
 
 
-_AXIS = 'tensor'  # of the mesh
+_AXIS = 'tensor'  # mesh axis
 _HEADS = PartitionSpec(None, _AXIS)  # q, k, v and the output of attention, [T, heads, D]
 
 
 def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
-    """Raises ConfigError where the heads, or the experts, cannot be shared out evenly."""
+    """Raises ConfigError if the heads or the experts cannot be divided evenly."""
     require_experts(config, expert, ENGINES)
     if config.n_heads % tensor or config.n_kv_heads % tensor:
         raise ConfigError(
@@ -275,10 +277,10 @@ def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
 
 
 def weight_shardings(decoder: Decoder, devices: Sequence[jax.Device], expert: int = 1) -> Tree:
-    """The sharding of every published weight over the devices of an engine; by the rules of training.
+    """Returns the sharding of every published weight over the devices of an engine, by the rules of training.
 
     Args:
-      expert: of EngineGroup, a divisor of the number of devices; the rest of it is `tensor`.
+      expert: EngineGroup.expert, a divisor of the number of devices; the quotient is `tensor`.
     """
     tensor = len(devices) // expert
     require_divides(decoder.config, tensor, expert)
@@ -288,26 +290,26 @@ def weight_shardings(decoder: Decoder, devices: Sequence[jax.Device], expert: in
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The devices of an engine, and how what its programs take and return is cut over them."""
+    """The devices of an engine, and the shardings of its programs' arguments and results."""
 
     decoder: Decoder
     attention: CacheAttention  # of one device
     row_attention: RowAttention  # of packed prefills
     config: ModelConfig  # with the heads of one device
     mesh: Mesh | None  # None = one device
-    rows: Sharding  # of all but weights and cache: whole on every device
+    rows: Sharding  # of all but weights and cache: replicated
     published: Tree  # of weights as the engine receives them
-    prepared: Sharding | None  # of weights in the form for decoding; None = as they come out of `prepare`
+    prepared: Sharding | None  # of weights in the form for decoding; None = as `prepare` returns them
     layer: tuple[PartitionSpec, ...]  # of the arrays of a layer of the cache
     cache: Tree
 
     @property
     def state(self) -> EngineState:
-        """Of an engine's state: columns are whole on every device."""
+        """The shardings of an engine's state: columns are replicated."""
         return EngineState(self.cache, self.rows)  # type: ignore[arg-type]
 
     def empty_cache(self, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
-        """Zeros in the layout of each device; inside jax.jit."""
+        """Returns zeros in the layout of each device; call inside jax.jit."""
         empty = lambda: empty_cache(self.attention, self.config, sizes, dtype)
         if self.mesh is None:
             return empty()
@@ -316,17 +318,17 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """Of jax.Device."""
+        """The platform as in jax.Device."""
         device: jax.Device = next(iter(self.rows.device_set))
         return str(device.platform)
 
     @property
     def mix(self) -> Mixer:
-        """The product of experts; the tokens are on every device."""
+        """The product of experts; the tokens are replicated."""
         return make_mix(self.platform, self.mesh)
 
     def over_heads(self, attend: Attend) -> Attend:
-        """`attend` for all heads, which each device computes for its own; inside jax.jit."""
+        """Extends `attend` to all heads: each device computes its heads; call inside jax.jit."""
         if self.mesh is None:
             return attend
         in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self.layer), (_HEADS, self.layer)
@@ -335,7 +337,7 @@ class Placement:
             q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
         ) -> tuple[jax.Array, LayerCache]:
             own = lambda q, k, v, layer: attend(q, k, v, layer, window)
-            # check_vma=False: kernels do not say how their results vary over devices
+            # check_vma=False: kernels do not declare how their results vary over devices
             run = jax.shard_map(own, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
             return run(q, k, v, layer)
 
@@ -351,15 +353,15 @@ def place(
     weights: str = 'published',
     expert: int = 1,
 ) -> tuple[Placement, tuple[str, ...]]:
-    """(the decoder and its attention on these devices, why 'auto' rejected faster attentions).
+    """Returns (the placement of decoder and attention on these devices, why 'auto' rejected faster attentions).
 
     Args:
-      impl: of choose.choose_implementation.
-      weights: rollout.weights, the form in which the engine decodes with them.
-      expert: of weight_shardings.
+      impl: see choose.choose_implementation.
+      weights: rollout.weights, the form of the weights for decoding.
+      expert: see weight_shardings.
 
-    Raises ConfigError where heads or experts cannot be shared out evenly, and AttentionError for what the attention
-    lacks.
+    Raises ConfigError if heads or experts cannot be divided evenly, and AttentionError if the attention lacks a
+    feature that the model needs.
     """
     tensor = len(devices) // expert
     require_divides(decoder.config, tensor, expert)
@@ -378,7 +380,7 @@ def place(
     attention, rejected = choose_checked(impl, demand, devices[0])
     rows, rejected_rows = choose_row_attention(config, dtype.name)
     rejected += rejected_rows
-    # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
+    # computes the same as the learner's decoder, in the form that is fast for few tokens on this hardware
     decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices, weights))
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
@@ -391,8 +393,8 @@ def place(
 
 
 def _token_form(devices: Sequence[jax.Device], weights: str) -> str:
-    """See models.activations and models.quantized."""
-    # XLA does not cut a call of a kernel over devices
+    """Chooses Decoder's `tokens`, see models.activations and models.quantized."""
+    # XLA does not partition a kernel call over devices
     native = devices[0].platform == 'cpu' and len(devices) == 1 and library.is_available()
     if weights == 'int8':
         return 'native_int8_rows' if native else 'int8_rows'
@@ -402,7 +404,7 @@ def _token_form(devices: Sequence[jax.Device], weights: str) -> str:
 
 
 def _layer_specs(attention: CacheAttention, config: ModelConfig, block_tokens: int) -> tuple[PartitionSpec, ...]:
-    """Which axis of each array of a layer holds the heads: the one that grows with their number."""
+    """Returns specs that shard the heads axis of each array of a layer: the axis that grows with their number."""
 
     def shapes(heads: int) -> list[tuple[int, ...]]:
         empty = lambda: attention.empty(1, heads, block_tokens, config.head_dim, jnp.dtype('float32'))

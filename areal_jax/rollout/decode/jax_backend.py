@@ -42,12 +42,12 @@ from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; and one that reads columns, where recorded
+_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; plus a column read if columns are recorded
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The programs of `generate` for one kind of rows, one for each batch."""
+    """The programs of `generate` for one kind of row, one per batch."""
 
     form: Generate
     batches: tuple[int, ...]
@@ -69,25 +69,25 @@ class JaxDecodeBackend:
       slots: most sequences decoded at once.
       context_tokens: most tokens of a sequence.
       block_tokens: positions of a block.
-      cache_blocks: blocks that sequences may have; None = enough for `slots` of the longest.
-      prefill_buckets: ascending tokens of a packed prefill; a longer sequence goes in pieces of the last.
+      cache_blocks: blocks for sequences; None = enough for `slots` sequences of maximum length.
+      prefill_buckets: ascending tokens of a packed prefill; longer sequences are prefilled in pieces of the last size.
       decode_steps: most tokens of a row in one `generate`.
       filtered: whether requests may use top_k, top_p or min_p.
-      adjusted: whether requests may use penalties, biases and least lengths. Such requests come from many clients, so
-        dispatches without any that changes the softmax have programs of their own, which compute nothing for it.
+      adjusted: whether requests may use penalties, biases and minimum lengths. Such requests come from many clients, so
+        dispatches in which no request changes the softmax have separate programs without these computations.
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
-      batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
+      batch_buckets: ascending batch sizes to compile `generate` for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process.
-      expert: over how many groups of devices the experts are cut; the devices of a group, all where it is 1, divide
-        the heads.
+      expert: number of device groups over which the experts are sharded; the devices of a group (1: all devices)
+        shard the heads.
       attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
       small_batches: also batches that cost a kernel as much as a larger one. Log-probs of batches differ by rounding.
-      weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
-      records_routes: rollout.record_routes; of a model whose passes tell columns, which those with experts do.
+      weights: rollout.weights; 'int8' quantizes the weights given to `prepare`, and activations, see models.quantized.
+      records_routes: rollout.record_routes; needs a model whose passes return columns, as models with experts do.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
-    where the attention cannot do what the decoder needs, or fails its check.
+    if the attention lacks a feature that the decoder needs, or fails its check.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class JaxDecodeBackend:
     def _declare_generations(
         self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool, small_batches: bool
     ) -> tuple[Generation, ...]:
-        """The last takes every row, the first the rows that need nothing that the last alone has."""
+        """Declares the generate programs: the last generation takes every row, the first of two only plain rows."""
         most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills) - self.records_context
         native = self._decoder.tokens == 'native_columns' and self.dtype == jnp.float32
         least = LEAST_COLUMNS if native and not small_batches else 1
@@ -228,7 +228,7 @@ class JaxDecodeBackend:
         return total + self.records_context
 
     def lower_all(self, weights: PreparedWeights) -> Iterator[jax.stages.Lowered]:
-        """Every prefill and every generation."""
+        """Lowers every prefill and every generation."""
         yield from (self.lower_prefill(weights, bucket) for bucket in self.declared_prefills)
         for generation in self.generations:
             yield from (generation.lower(weights, self.abstract_state(), size) for size in generation.batches)
@@ -236,22 +236,22 @@ class JaxDecodeBackend:
     # The programs as text and numbers, for measurements and tests.
 
     def lower_prefill(self, weights: PreparedWeights, bucket: PrefillBucket) -> jax.stages.Lowered:
-        """For one of `declared_prefills`."""
+        """Lowers the prefill of one of `declared_prefills`."""
         return self._prefill_program.lower(weights, self.abstract_state(), self._pack([], bucket))
 
     def lower_generate(self, weights: PreparedWeights, batch: int, *, plain: bool = True) -> jax.stages.Lowered:
-        """For `batch` rows; `plain`: that need nothing which only some programs have."""
+        """Lowers `generate` for `batch` rows; `plain`: for rows that the plain programs can decode."""
         return self.generations[0 if plain else -1].lower(weights, self.abstract_state(), batch)
 
     # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
 
     @property
     def state_bytes(self) -> int:
-        """Of one state, its padding block included."""
+        """The size of one state, its padding block included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_state()))
 
     def prepare(self, weights: Params | PreparedWeights) -> PreparedWeights:
-        """What is prepared already is returned as it is.
+        """Converts weights to the form for decoding; returns prepared weights unchanged.
 
         Raises ValueError for weights of another dtype than the backend's.
         """
@@ -263,17 +263,20 @@ class JaxDecodeBackend:
                     f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
                     f'backend was built with dtype={self.dtype.name!r}; cast the weights or build it with theirs'
                 )
-        # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
+        # outside jit, so that unchanged leaves are not copied; committed, so that all weights use the same operations
         prepared = self._decoder.prepare(jax.device_put(weights, self.placement.published))
         return PreparedWeights(jax.block_until_ready(prepared))
 
     def find_transposed(self) -> frozenset[str] | None:
-        """See decode_weights.find_transposed; over several devices nothing is transposed before it is cut."""
+        """Finds transposed leaves, see decode_weights.find_transposed; None if several devices would need any.
+
+        Over several devices no leaf is transposed before it is sharded.
+        """
         found = decode_weights.find_transposed(self._decoder, self.dtype.name)
         return None if found and len(self.devices) > 1 else found
 
     def initial_state(self) -> EngineState:
-        # ready, so that the first prefill is not charged with the pages of the cache
+        # ready, so that the time of the first prefill does not include allocating the cache's pages
         return jax.block_until_ready(self.initial_program())
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
@@ -284,7 +287,7 @@ class JaxDecodeBackend:
         return self._buckets[-1]
 
     def prefill(self, weights: PreparedWeights, state: EngineState, pieces: Sequence[PrefillPiece]) -> EngineState:
-        """Raises ValueError where no bucket holds the pieces; the state is untouched."""
+        """Prefills; raises ValueError if no bucket holds the pieces, and then leaves the state untouched."""
         bucket = self.prefill_bucket([piece.span for piece in pieces])
         if bucket is None:
             raise ValueError(
@@ -292,17 +295,17 @@ class JaxDecodeBackend:
                 f'prefill_buckets={self._buckets}; split them'
             )
         packed = self._pack(pieces, bucket)
-        # ready, so that the lane's interval has its real end
+        # ready, so that the lane's interval ends when the work does
         return jax.block_until_ready(self._prefill_program(weights, state, packed))
 
     def batch_bucket(self, decoded: Sequence[DecodeRow]) -> int:
-        """Raises ValueError for more rows than slots."""
+        """Returns the smallest batch that holds the rows; raises ValueError for more rows than slots."""
         return buckets.smallest_that_holds(self._generation(decoded).batches, len(decoded))
 
     def generate(
         self, weights: PreparedWeights, state: EngineState, decoded: Sequence[DecodeRow], steps: int
     ) -> tuple[EngineState, DecodeOutput]:
-        """Raises ValueError for rows that do not fit the sizes of this backend; the state is untouched."""
+        """Decodes; raises ValueError for rows that do not fit this backend, and then leaves the state untouched."""
         if not 0 < steps <= self._steps:
             raise ValueError(f'steps={steps} must lie between 1 and decode_steps={self._steps}')
         for row in decoded:
@@ -322,7 +325,7 @@ class JaxDecodeBackend:
         found, columns = jax.device_get(self.read_program(state.columns, table)), {}
         for column in self._decoder.config.columns:
             read = np.concatenate(found[column.name])[: tokens - 1]
-            columns[column.name] = np.concatenate([column.blank(1), read])  # the first token is predicted by none
+            columns[column.name] = np.concatenate([column.blank(1), read])  # no pass predicts the first token
         return columns
 
     def copy(self, state: EngineState, sources: Sequence[int], targets: Sequence[int]) -> EngineState:
@@ -345,7 +348,7 @@ class JaxDecodeBackend:
     # The programs.
 
     def abstract_state(self) -> Tree:
-        """Shape, dtype and sharding of every array of a state."""
+        """Describes shape, dtype and sharding of every array of a state."""
         return jax.tree.map(_describe_over, self.placement.state, jax.eval_shape(self._initial))
 
     def _initial(self) -> EngineState:
@@ -363,9 +366,9 @@ class JaxDecodeBackend:
 
 
 def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
-    """Compiles programs in as many threads as there are cores; jax keeps what is compiled for the calls.
+    """Compiles programs in one thread per core; jax keeps the results for later calls.
 
-    XLA compiles a program for a GPU on one core.
+    XLA compiles a program for a GPU on a single core.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(jax.stages.Lowered.compile, programs))
@@ -377,37 +380,37 @@ def _describe_over(sharding: Sharding, part: Tree) -> Tree:
 
 @functools.lru_cache(maxsize=8)
 def share_backend(config: ModelConfig, lora: Lora | None, **sizes: Any) -> JaxDecodeBackend:
-    """The backend of these sizes, which are JaxDecodeBackend's; one for all runs of a process.
+    """Returns a backend that all runs of a process share; `sizes` are JaxDecodeBackend's arguments.
 
-    A backend holds programs and no state, so that a second run of the same shapes traces and compiles nothing.
+    A backend holds programs and no state, so a second run of the same shapes traces and compiles nothing.
     """
     return JaxDecodeBackend(Decoder(config, lora=lora), **sizes)
 
 
 # The compiled passes that score sequences: packed as for a prefill, through the decoder, to log-probs.
 #
-# Sequences are concatenated in one row, as in prefill.py, and each reads its own tokens alone: its numbers do not
-# depend on the others, bit for bit where attention runs in C++, else to rounding. Their keys and values live in a
-# scratch cache inside the program, one layer at a time. Only tokens that predict a scored one reach the head, whose
+# Sequences are concatenated in one row, as in prefill.py, and each reads only its own tokens: its numbers do not
+# depend on the others, bit for bit if attention runs in C++, else up to rounding. Their keys and values are in a
+# scratch cache inside the program, one layer at a time. Only tokens that predict a scored token reach the head, whose
 # logits exist for a part of the vocabulary at a time. A program is declared for each row of SIZES that the context
 # allows, and for one alternative or MOST_ALTERNATIVES; it is compiled when it is first needed, because a server of a
 # run scores nothing.
 
 
-SIZES = (256, 1024)  # tokens of rows, besides the context; several sequences share a row of the largest at most
+SIZES = (256, 1024)  # tokens of rows, in addition to the context; shared rows have at most the last size
 _BLOCK_TOKENS = 16  # of the scratch cache: a sequence begins at a block
 _KINDS = (1, MOST_ALTERNATIVES)
 
 
 class Program(NamedTuple):
-    """A declared shape."""
+    """The shape of a declared scoring program."""
 
     tokens: int  # of the row, padding included
     alternatives: int
 
 
 class ScoredPlaces(NamedTuple):
-    """Which tokens of a row predict scored ones, int32 [C]; from `wanted` on it is padding."""
+    """The indices in a row of tokens that predict scored tokens, int32 [C]; from `wanted` on padding."""
 
     sources: np.ndarray
     targets: np.ndarray
@@ -436,7 +439,7 @@ class JaxScoring:
     def program_for(self, lengths: Sequence[int], alternatives: int) -> Program | None:
         if len(lengths) > 1 and sum(lengths) > self._shared:
             return None
-        spans = [Span(0, length - 1) for length in lengths]  # nothing is predicted by the last token
+        spans = [Span(0, length - 1) for length in lengths]  # the last token predicts nothing
         kind = next(kind for kind in _KINDS if alternatives <= kind)
         for size in self._sizes:
             if prefill.holds(spans, PrefillBucket(size, 0), _BLOCK_TOKENS):
@@ -471,7 +474,7 @@ class JaxScoring:
         return found
 
     def _scratch(self, program: Program) -> CacheSizes:
-        """A sequence takes whole blocks, so that each may leave one that is not full."""
+        """The scratch cache; a sequence takes whole blocks, so each may leave its last block partly empty."""
         blocks = -(-program.tokens // _BLOCK_TOKENS) + prefill.MAX_PIECES
         return CacheSizes(program.tokens, _BLOCK_TOKENS, blocks)
 
@@ -501,7 +504,7 @@ class JaxScoring:
         where, params = self._placement, weights.params
         decoder, given = where.decoder, PackedPieces(*map(jnp.asarray, packed))
         attend_layer = where.over_heads(prefill.attend_pieces(where.attention, where.row_attention, given))
-        scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer writes over the last
+        scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer overwrites the last
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
             nonlocal scratch
@@ -516,13 +519,13 @@ class JaxScoring:
         return decoder.rank(params, predicting, targets, temperatures, program.alternatives, wanted)
 
 
-# Compiles the programs of a backend before there are weights on its devices, while others use these.
+# Compiles the programs of a backend before its devices hold weights, while other backends use those devices.
 
 
 def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
-    """Compiles what `warm_up` would run, and runs nothing; from any thread.
+    """Compiles the programs that `warm_up` would run, and runs nothing; callable from any thread.
 
-    `weights` are those of a backend over as many other devices, or descriptions of them: only shapes are read.
+    `weights` may be on other devices of the same number, or only be descriptions: only their shapes are read.
     """
 
     def describe(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -532,7 +535,7 @@ def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec))
 
     described, state = jax.tree.map(describe, weights), backend.abstract_state()
-    padding = backend.cache_blocks  # the block behind the last
+    padding = backend.cache_blocks  # the block after the last
     at = np.full(decode_rows.COPIES, padding, np.int32)
     backend.initial_program.lower().compile()
     backend.copy_program.lower(state, at, at).compile()

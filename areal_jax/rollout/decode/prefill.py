@@ -2,9 +2,9 @@
 
 The host packs pieces into a declared bucket (`pack_pieces`); `prefill_pieces` is traced once for each bucket. Matrix
 products run over the C tokens of the bucket, which are concatenated. With attention in C++ every token reads the cache
-in place, as in decoding. Elsewhere the learner's attention runs over a row with places for the tokens in which every
-piece starts at a tile of the kernel, so that its result does not depend on the others. Before the places the row has
-what the cache holds of the pieces' sequences, the prior:
+in place, as in decoding. Otherwise the learner's attention runs over a row of places for the tokens, in which every
+piece starts at a tile of the kernel, so that its result does not depend on the other pieces. The row begins with the
+prior: the earlier positions of the pieces' sequences, read from the cache:
 
     keys     [ prior of piece 0 | prior of piece 1 | ... ][ piece 0, gap | piece 1, gap | ... | padding ]
     queries                                               [ piece 0, gap | piece 1, gap | ... | padding ]
@@ -34,7 +34,7 @@ from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
 from areal_jax.rollout.decode.decode_rows import EngineState, write_columns
 
-MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
+MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; leaves room for the programs of decoding
 MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
 _PLACES_PER_TOKEN = 1.5  # pieces of 32 tokens or more always fit when their tokens do
 _SMALLER_PRIOR = 4  # factor between two sizes of the prior
@@ -43,7 +43,7 @@ _Array = TypeVar('_Array', np.ndarray, jax.Array)
 
 
 class PackedPieces(NamedTuple, Generic[_Array]):
-    """What a prefill reads besides weights and cache. C tokens, A places and R prior positions of the row; int32."""
+    """The int32 arguments of a prefill, without weights and cache. C tokens, A places, R prior positions of the row."""
 
     tokens: _Array  # [C]
     positions: _Array  # [C], in the sequence
@@ -52,7 +52,7 @@ class PackedPieces(NamedTuple, Generic[_Array]):
     places: _Array  # [C], of the token in the row
     sources: _Array  # [A], index of the token at a place
     prior_blocks: _Array  # [prior / block_tokens], the blocks that are read
-    tables: _Array  # [prior / block_tokens + C], the blocks of the pieces' sequences, one behind the other
+    tables: _Array  # [prior / block_tokens + C], the blocks of the pieces' sequences, concatenated
     starts: _Array  # [C], where the blocks of a token's sequence begin in `tables`
     segments: _Array  # [R + A]: the ids of the row; < 0 = padding
     row_positions: _Array  # [R + A], in the sequence
@@ -61,16 +61,16 @@ class PackedPieces(NamedTuple, Generic[_Array]):
 
 # The attention of rows.
 
-RowAttention = Mapping[tuple[bool, bool], str]  # by (the layer has a window, the row has a prior): of BACKENDS
+RowAttention = Mapping[tuple[bool, bool], str]  # by (the layer has a window, the row has a prior): one of BACKENDS
 
 _KINDS = tuple((windowed, has_prior) for windowed in (False, True) for has_prior in (False, True))
 BLOCKED_ROWS: RowAttention = dict.fromkeys(_KINDS, 'blocked')  # on any platform
 
 
 def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention, tuple[str, ...]]:
-    """(the attention of a model's packed rows on this device, why faster ones were rejected).
+    """Returns (the attention of a model's packed rows on this device, why faster ones were rejected).
 
-    That is 'auto' of training, but never 'dense', in whose sums a token's place shows. It must be chosen outside of a
+    Chosen as 'auto' in training, but never 'dense', whose sums depend on a token's place in the row. Call it outside a
     trace, because the check runs kernels.
     """
     if local_device()[0] == 'cpu':
@@ -97,13 +97,13 @@ def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention,
 
 
 def declared_buckets(sizes: Sequence[int], block_tokens: int, context_tokens: int) -> tuple[PrefillBucket, ...]:
-    """The buckets for rows of these tokens, ascending, at most MAX_BUCKETS.
+    """Returns the buckets for rows of `sizes` tokens, ascending, at most MAX_BUCKETS.
 
-    The last size has a prior for any position of a sequence, and every size a bucket without. Where a short prior costs
-    next to nothing, that bucket has it instead. While there is room, the other sizes have the whole prior too, and then
-    there are smaller priors.
+    The last size has a bucket with a prior for any position of a sequence, and every size has one without a prior, or
+    with the whole prior if that costs next to nothing. While there is room, the other sizes get buckets with the whole
+    prior too, and then with smaller priors.
 
-    Raises ValueError where the sizes are not ascending or too many.
+    Raises ValueError if the sizes are not ascending or too many.
     """
     if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
         raise ValueError(f'prefill_buckets={tuple(sizes)} must be ascending positive numbers of tokens')
@@ -111,7 +111,7 @@ def declared_buckets(sizes: Sequence[int], block_tokens: int, context_tokens: in
         raise ValueError(f'prefill_buckets={tuple(sizes)} are too many; declare at most {MAX_BUCKETS - 1}')
 
     def with_prior(tokens: int, divisor: int) -> PrefillBucket:
-        # at least the size: as many pieces as fill the row may have as much before them
+        # at least the size: the pieces that fill the row may have as many positions before them
         return PrefillBucket(tokens, _prior_positions(max(tokens, (context_tokens - 1) // divisor), block_tokens))
 
     whole = {tokens: with_prior(tokens, 1) for tokens in reversed(sizes)}
@@ -133,7 +133,7 @@ def _is_cheap(bucket: PrefillBucket) -> bool:
 def bucket_for(
     spans: Sequence[Span], sizes: Sequence[int], block_tokens: int, context_tokens: int
 ) -> PrefillBucket | None:
-    """The smallest declared bucket that holds all spans; None where none does. Fewest tokens first, then prior."""
+    """Returns the smallest declared bucket that holds all spans, by tokens, then by prior; None if no bucket does."""
     if len(spans) > MAX_PIECES:
         return None
     for bucket in _declared(tuple(sizes), block_tokens, context_tokens):
@@ -148,7 +148,7 @@ def holds(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -> bo
 
 
 def _overflow(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -> int | None:
-    """Index of the first span that the bucket has no room for."""
+    """Returns the index of the first span that the bucket has no room for; None if all fit."""
     places, _, tile = _row(bucket, block_tokens)
     tokens = taken = prior = 0
     for index, span in enumerate(spans):
@@ -171,18 +171,18 @@ def _round_up(n: int, step: int) -> int:
 
 
 def _run(block_tokens: int) -> tuple[int, int]:
-    """(blocks, places): blocks that are read side by side, and their places in the row, whole tiles."""
+    """Returns (blocks, places): blocks that are read as one run, and the run's places in the row, in whole tiles."""
     blocks = max(1, MAX_TILE_TOKENS // block_tokens)
     return blocks, _round_up(blocks * block_tokens, MAX_TILE_TOKENS)
 
 
 def _prior_positions(start: int, block_tokens: int) -> int:
-    """Positions of the whole runs of blocks that hold `start` positions."""
+    """The number of positions in the whole runs of blocks that hold `start` positions."""
     return _round_up(start, _run(block_tokens)[0] * block_tokens)
 
 
 def _row(bucket: PrefillBucket, block_tokens: int) -> tuple[int, int, int]:
-    """(places of tokens, places of the prior, side of the kernel's tile) of the row of a bucket."""
+    """Returns (places of tokens, places of the prior, side of the kernel's tile) of a bucket's row."""
     blocks, width = _run(block_tokens)
     prior = bucket.prior // (blocks * block_tokens) * width
     places = _round_up(int(bucket.tokens * _PLACES_PER_TOKEN), MAX_TILE_TOKENS)
@@ -195,9 +195,9 @@ def _row(bucket: PrefillBucket, block_tokens: int) -> tuple[int, int, int]:
 def pack_pieces(
     pieces: Sequence[PrefillPiece], bucket: PrefillBucket, block_tokens: int, padding_block: int
 ) -> PackedPieces[np.ndarray]:
-    """The arrays of a prefill of the pieces in this order; `padding_block` is written by padding tokens.
+    """Packs the pieces in this order into the arrays of a prefill; padding tokens write to `padding_block`.
 
-    Raises ValueError, naming the piece, where one is malformed, has no room in the bucket or is written by another too.
+    Raises ValueError, naming the piece, if it is malformed, has no room in the bucket or shares a written position.
     """
     for index, piece in enumerate(pieces):
         _require_sound(index, piece, block_tokens)
@@ -220,7 +220,7 @@ def pack_pieces(
         packed.offsets[own] = positions[:length] % block_tokens
         packed.places[own] = np.arange(place, place + length)
         packed.sources[place : place + length] = np.arange(token, token + length)
-        # the gap behind a piece is part of its segment: later than its tokens, and no segment more in the tile
+        # the gap after a piece belongs to its segment: it is later than the tokens, and adds no segment to the tile
         packed.segments[first + place : first + place + len(positions)] = segment
         packed.row_positions[first + place : first + place + len(positions)] = positions
         runs = _prior_positions(piece.start, block_tokens) // (run_blocks * block_tokens)
@@ -235,7 +235,7 @@ def pack_pieces(
 
 
 def _prior_ids(start: int, runs: int, block_tokens: int, segment: int) -> tuple[np.ndarray, np.ndarray]:
-    """Segments and positions of the prior of a piece; what is not a position before `start` has an id of its own."""
+    """Returns segments and positions of a piece's prior; places that hold no position before `start` get another id."""
     blocks, width = _run(block_tokens)
     inside = np.arange(width)
     positions = (np.arange(runs)[:, None] * (blocks * block_tokens) + inside).ravel()
@@ -244,7 +244,7 @@ def _prior_ids(start: int, runs: int, block_tokens: int, segment: int) -> tuple[
 
 
 def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> PackedPieces[np.ndarray]:
-    """A row of padding: every tile is a segment of its own, so that attention does next to nothing for it."""
+    """Returns a row of padding: every tile is a separate segment, so that attention does next to nothing for it."""
     places, prior, tile = _row(bucket, block_tokens)
     tokens = lambda: np.zeros(bucket.tokens, np.int32)
     return PackedPieces(
@@ -300,7 +300,7 @@ def prefill_pieces(
     over_heads: Callable[[Attend], Attend] = lambda attend: attend,
     mix: Mixer = mix_blocks,
 ) -> EngineState:
-    """The state with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
+    """Returns the state with the keys and values of all pieces. Its other content, NaN included, has no influence.
 
     `over_heads` turns attention over the heads of one device into attention over all heads; `mix` is the product of
     experts.
@@ -315,14 +315,14 @@ def prefill_pieces(
 
 
 def attend_pieces(attention: CacheAttention, row_attention: RowAttention, packed: PackedPieces[jax.Array]) -> Attend:
-    """`attend` of Decoder.hidden for packed pieces, over a cache in the layout of the attention."""
+    """Returns the `attend` of Decoder.hidden for packed pieces, over a cache in the layout of the attention."""
     if isinstance(attention, NativeAttention):
         return _attend_in_place(attention, packed)
     return _attend_in_row(attention, row_attention, packed)
 
 
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:
-    """Each token attends directly to its sequence's cache blocks, without gathering rows or computing padding."""
+    """Lets each token attend directly to its sequence's cache blocks, without gathering rows or computing padding."""
     tokens = len(packed.tokens)
     lengths = jnp.where(jnp.arange(tokens) < packed.wanted, packed.positions + 1, 0)
 
@@ -336,7 +336,7 @@ def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]
 
 
 def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packed: PackedPieces[jax.Array]) -> Attend:
-    """The row of the module's docstring, through the attention that trains."""
+    """Attends over the row of the module's docstring, with the learner's attention."""
     segments, sources = packed.segments, packed.sources
     prior = len(segments) - len(sources)
 
@@ -360,11 +360,11 @@ def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packe
     return attend
 
 
-_OWN = ('blocked', 'pallas')  # take any ids
+_OWN = ('blocked', 'pallas')  # accept any segment ids
 
 
 def _as_runs(x: jax.Array, blocks: int) -> jax.Array:
-    """[R, K, D] of the positions [blocks * T, K, D] that were read: every run is padded to its places."""
+    """Pads every run of the positions read, [blocks * T, K, D], to its places in the row: [R, K, D]."""
     block_tokens = len(x) // blocks
     run_blocks, places = _run(block_tokens)
     runs = x.reshape(-1, run_blocks * block_tokens, *x.shape[1:])

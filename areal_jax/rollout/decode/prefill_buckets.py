@@ -9,11 +9,11 @@ MOST_BATCHES = 10  # programs of `generate`
 
 
 def derive_batches(slots: int, most: int = MOST_BATCHES, least: int = 1) -> tuple[int, ...]:
-    """Ascending batches that end with `slots`: powers of two from `least` on, from 16 on with the value half way
-    between them.
+    """Returns ascending batches up to `slots`: powers of two from `least` on, from 16 on also the value half way
+    between two of them.
 
-    A batch costs the next larger one at worst, so while there are more than `most`, the one goes that is missed least:
-    the one whose neighbours are closest in ratio, of several the smallest.
+    Without a batch, its rows run in the next larger one. So while there are more than `most`, the batch whose
+    neighbours are closest in ratio is removed, of several the smallest.
     """
     powers = (2**i for i in itertools.count())
     sizes = itertools.chain.from_iterable((n, 3 * n // 2) if n >= 16 else (n,) for n in powers)
@@ -25,13 +25,13 @@ def derive_batches(slots: int, most: int = MOST_BATCHES, least: int = 1) -> tupl
 
 
 def share_batches(slots: int, most: int, least: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Batches of plain rows and of any rows, `most` >= 2 in all; the plain ones, as most rows are, get most of them."""
+    """Returns batches for plain rows and for any rows, `most` >= 2 in all; most are for plain rows, the usual ones."""
     others = max(1, most // 4)
     return derive_batches(slots, min(MOST_BATCHES, most - others), least), derive_batches(slots, others, least)
 
 
 def smallest_that_holds(sizes: Sequence[int], needed: int) -> int:
-    """Of ascending sizes; raises ValueError where none does."""
+    """Returns the smallest of ascending sizes that holds `needed` rows; raises ValueError if none does."""
     for size in sizes:
         if needed <= size:
             return size

@@ -1,4 +1,4 @@
-"""Sampling: from logits to the next token and its behaviour log-prob, with noise that depends on the request alone.
+"""Sampling: draws the next token from logits and returns its behaviour log-prob; noise depends on the request alone.
 
 The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so the noise does not
 depend on the slot, the other requests of the batch, the engine or interruptions.
@@ -33,22 +33,22 @@ Array = Any  # numpy on the host, jax.Array on the device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adjustments:
-    """Of the rows of a batch; a row that asks for none has values that change nothing."""
+    """The logit adjustments of a batch's rows; a row that asks for none has values that change nothing."""
 
     asked: Array  # bool [B], SamplingParams.adjusts
     penalized: Array  # bool [B], SamplingParams.penalizes
-    prompt_tokens: Array  # int32 [B], number of them; the answer begins behind
+    prompt_tokens: Array  # int32 [B], their number; the answer begins after them
     least: Array  # int32 [B], min_new_tokens
-    repetition: Array  # float32 [B], as the next three
+    repetition: Array  # float32 [B], like the next three
     frequency: Array
     presence: Array
     scale: Array  # logit_scale
     biased: Array  # int32 [B, MOST_BIASED_TOKENS], _NONE where unused
     bias: Array  # float32 [B, MOST_BIASED_TOKENS]
-    tokens: Array  # int32 [B, C], of sequences with penalties, _NONE behind them and everywhere else
+    tokens: Array  # int32 [B, C], of sequences with penalties; _NONE everywhere else
 
     def fill(self, place: int, row: DecodeRow) -> None:
-        """Writes the row to its place in the arrays, on the host."""
+        """Writes the row to entry `place` of the arrays, on the host."""
         params = row.request.sampling
         self.asked[place], self.penalized[place] = params.adjusts, params.penalizes
         self.prompt_tokens[place] = len(row.request.prompt_tokens)
@@ -64,7 +64,7 @@ class Adjustments:
 
 
 def empty_adjustments(rows: int, context_tokens: int, *, penalized: bool) -> Adjustments:
-    """That change nothing; `tokens` can be written to where `penalized`."""
+    """Returns adjustments that change nothing; `tokens` is writeable only if `penalized`."""
     shape = (rows, context_tokens)
     return Adjustments(
         asked=np.zeros(rows, bool),
@@ -83,7 +83,7 @@ def empty_adjustments(rows: int, context_tokens: int, *, penalized: bool) -> Adj
 
 @functools.cache
 def _no_tokens(shape: tuple[int, int]) -> np.ndarray:
-    """Most dispatches have no penalties: they share one array, of a few megabytes, instead of filling it anew."""
+    """Returns a shared array: most dispatches have no penalties and need not fill a few megabytes each time."""
     tokens = np.full(shape, _NONE, np.int32)
     tokens.flags.writeable = False
     return tokens
@@ -92,14 +92,14 @@ def _no_tokens(shape: tuple[int, int]) -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """What the sequences have as a dispatch begins; of rows without penalties nothing."""
+    """The tokens in the sequences when a dispatch begins; empty for rows without penalties."""
 
     in_prompt: jax.Array  # bool [B, V]
-    in_answer: jax.Array  # int32 [B, V], how often
+    in_answer: jax.Array  # int32 [B, V], number of occurrences
 
 
 def count_tokens(rows: Adjustments, vocab_size: int) -> TokenCounts:
-    """The tokens of prompts and answers; computed only where a row has penalties."""
+    """Counts the tokens of prompts and answers; computed only if a row has penalties."""
     shape = (len(rows.asked), vocab_size)
 
     def none(_: jax.Array) -> TokenCounts:
@@ -126,7 +126,7 @@ def adjust_logits(
     generated: jax.Array,
     step: jax.Array,
 ) -> jax.Array:
-    """Logits float32 [B, V]: biased, -inf at stop tokens where an answer is too short, penalized, and then scaled.
+    """Returns logits float32 [B, V]: biased, -inf at stop tokens of too short answers, penalized, and then scaled.
 
     Args:
       logits: float32 [B, V]. stop_tokens: int32 [B, any], -1 where unused.
@@ -151,7 +151,7 @@ def adjust_logits(
 
 
 def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.Array:
-    """Key data uint32 [N, 2] of requests: seeds uint32 [N, 2] (high and low word), draws and samples uint32 [N]."""
+    """Returns key data uint32 [N, 2] of seeds uint32 [N, 2] (high and low word), draws and samples uint32 [N]."""
 
     def fold(seed: jax.Array, draw: jax.Array, sample: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl='threefry2x32')
@@ -163,7 +163,7 @@ def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.
 def draw_tokens(
     logits: jax.Array, keys: jax.Array, indices: jax.Array, temperature: jax.Array, sums: BlockSums
 ) -> jax.Array:
-    """One token per row from the softmax of z = logits / temperature, or its argmax where that is 0: int32 [N].
+    """Draws one token per row, int32 [N], from the softmax of z = logits / temperature; at temperature 0 the argmax.
 
     Gumbel-max in two levels: with independent standard Gumbel noise g,
       block ~ argmax_b (logsumexp of z in b + g_b),   token ~ argmax_t (z_t + g_t) over that block,
@@ -196,7 +196,7 @@ def _noise(key: jax.Array, index: jax.Array, n: int) -> jax.Array:
 def cut_support(
     logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """Logits with -inf outside the support that min-p, then top-k, then top-p of what is left, allow.
+    """Sets logits to -inf outside the support that min-p, then top-k, then top-p of the remaining tokens, allow.
 
     Min-p keeps the tokens that have at least `min_p` of the probability of the likeliest. Top-p keeps the smallest set
     of most probable tokens whose mass under softmax(logits / temperature) reaches `top_p`. All tokens that tie at the
@@ -218,7 +218,7 @@ def cut_support(
         enough = _heaviest(z, mass, top_p * jnp.sum(mass, axis=-1))
         return jnp.where((top_p >= 1.0)[:, None] | enough, z, -jnp.inf)
 
-    # each passes over the logits dozens of times
+    # skipped if unused: each makes dozens of passes over the logits
     z = lax.cond(jnp.any(top_k > 0), likeliest, lambda z: z, z)
     z = lax.cond(jnp.any(top_p < 1.0), nucleus, lambda z: z, z)
     kept = jnp.isfinite(z)
@@ -226,7 +226,7 @@ def cut_support(
 
 
 def _heaviest(z: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """bool [N, V]: in each row the largest z whose weights add up to `target`, or the whole row if it weighs less.
+    """Marks in each row the largest z whose weights add up to `target`, else the whole row; bool [N, V].
 
     Bisects the bits of the threshold: 32 sums over the row are exact and much cheaper than a sort.
     """
@@ -251,12 +251,12 @@ def sample_tokens(
     changed_logits: jax.Array | None = None,
     sums: BlockSums | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Tokens int32 [N] and their log-probs float32 [N]: (tokens, of the full softmax, of the one drawn from).
+    """Returns (tokens int32 [N], their log-probs of the full softmax, and of the softmax drawn from, float32 [N]).
 
-    Tokens are drawn from softmax(logits / temperature), or, with `changed_logits`, from theirs: of `cut_support` it is
-    the truncated and renormalised part, of `adjust_logits` any other. The learner can compute the log-probs of the full
-    softmax only. Without `changed_logits` the others are None. Temperature 0 takes the argmax and records the log-probs
-    of temperature 1. `sums`: of logits / temperature, if already computed.
+    Tokens are drawn from softmax(logits / temperature), or, if given, from the softmax of `changed_logits`: after
+    `cut_support` a truncated and renormalised part of the full one, after `adjust_logits` any distribution. The learner
+    can compute the log-probs of the full softmax only. Without `changed_logits` the last result is None. Temperature 0
+    takes the argmax and records the log-probs of temperature 1. `sums`: of logits / temperature, if already computed.
     """
     sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
     if changed_logits is None:

@@ -1,9 +1,9 @@
-"""Who has paused a server, since when and until when.
+"""The pauses of a server: their holders, begins and ends.
 
 A client that names itself pauses for the time of a lease, which it renews while it wants the pause. A lease that lapses
-ends its pause and fences its holder: what the holder asks for later is refused until it registers anew, because it may
-take the server to be as it left it. A client that does not name itself, as those of SGLang and vLLM, has no lease: its
-pause stays until somebody of its kind ends it.
+ends its pause and fences its holder: later requests of the holder are refused until it registers again, because it may
+assume that the server is unchanged. A client that does not name itself, like clients of SGLang and vLLM, has no lease:
+its pause stays until a client without a name ends it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
 
 ServerPause = Literal['abort', 'retract', 'in_place', 'wait']  # 'wait': running requests end first
-CLIENT = 'X-Areal-Client'  # header: how the process that sends names itself
+CLIENT = 'X-Areal-Client'  # header: the name of the sending process
 FENCED = 412  # status: the client of that name has to register first
 LONGEST_LEASE_S = 3600.0
 _STRANGER = ''  # the holder of a pause without a lease
 
 
 class FencedError(UserError):
-    """The client is not the one that has registered, or its lease has lapsed: it must register anew."""
+    """The client is not the registered one, or its lease has lapsed: it must register again."""
 
 
 class LeasedError(UserError):
-    """Another client holds the pause that is to be ended."""
+    """A client without a name tried to end a pause that another client holds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """What a client that names itself pauses with: its pause ends so many seconds after its last word."""
+    """The lease of a client that names itself: its pause ends `seconds` after the last renewal."""
 
     holder: str
     seconds: float
@@ -44,7 +44,7 @@ class Lease:
 
 @dataclasses.dataclass(eq=False)
 class Pause:
-    """Times are seconds of the clock."""
+    """A pause of a server; times are seconds of the clock."""
 
     mode: ServerPause
     holder: str  # '' = a client that did not name itself
@@ -55,7 +55,7 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True)
 class PauseStatus:
-    """A look at a pause."""
+    """A snapshot of a pause."""
 
     mode: ServerPause
     holder: str
@@ -63,7 +63,7 @@ class PauseStatus:
     left_s: float | None  # of the lease; None = it has none
 
     def describe(self) -> str:
-        """'paused for 12.0 s by HOLDER, whose lease lasts 80.0 s more'."""
+        """Returns 'paused for 12.0 s by HOLDER, whose lease lasts 80.0 s more'."""
         if self.left_s is None:
             ends = 'by a client without a lease: POST /resume or /continue_generation ends it'
         else:
@@ -72,24 +72,24 @@ class PauseStatus:
 
 
 class Pauses:
-    """The pauses of one server, one for each holder, and which client has registered."""
+    """The pauses of one server, one for each holder, and its registered client."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self._open: dict[str, Pause] = {}
-        self.client = ''  # that has registered last and is not fenced
+        self.client = ''  # the last one to register, unless it is fenced
         self._why_fenced: dict[str, str] = {}  # of the client that was fenced last
 
     @property
     def mode(self) -> ServerPause | None:
-        """Of the pause that began last; None while there is none."""
+        """The mode of the pause that began last; None without a pause."""
         return next(reversed(self._open.values())).mode if self._open else None
 
     def is_open(self, pause: Pause) -> bool:
         return self._open.get(pause.holder) is pause
 
     def look(self) -> tuple[PauseStatus, ...]:
-        """In the order in which they began."""
+        """Returns the pauses in the order in which they began."""
         now_s = self._clock.now()
         return tuple(
             PauseStatus(
@@ -99,7 +99,7 @@ class Pauses:
         )
 
     def register(self, client: str) -> None:
-        """From now on this client alone is obeyed among those that name themselves; pauses of others end."""
+        """Makes this client the only obeyed one among clients that name themselves; ends pauses of the others."""
         if self.client not in ('', client):
             self._fence(f'{client} has registered since')
         self.client = client
@@ -115,7 +115,7 @@ class Pauses:
         raise FencedError(f'{client} is fenced ({why}): register again, and load the weights again')
 
     def begin(self, mode: ServerPause, lease: Lease | None) -> Pause:
-        """The pause, in the place of an earlier one of the same holder; raises FencedError."""
+        """Begins a pause, which replaces an earlier one of the same holder; raises FencedError."""
         holder, seconds = (_STRANGER, math.inf) if lease is None else (lease.holder, lease.seconds)
         self.require(holder)
         now_s, before = self._clock.now(), self._open.get(holder)
@@ -127,7 +127,7 @@ class Pauses:
         return pause
 
     def renew(self, lease: Lease) -> bool:
-        """Whether there is a pause of the holder, which then lasts so much longer; raises FencedError."""
+        """Extends the holder's pause by its lease from now; returns whether there is one. Raises FencedError."""
         self.require(lease.holder)
         pause = self._open.get(lease.holder)
         if pause is not None:
@@ -135,7 +135,7 @@ class Pauses:
         return pause is not None
 
     def find(self, holder: str) -> Pause | None:
-        """The pause that the holder ends; raises FencedError, and LeasedError where only others have paused."""
+        """Returns the holder's pause; raises FencedError, and LeasedError for '' if only other clients have paused."""
         self.require(holder)
         pause = self._open.get(holder)
         if pause is None and holder == _STRANGER and self._open:
@@ -152,7 +152,7 @@ class Pauses:
             self.end(pause)
 
     async def lapse(self, pause: Pause) -> bool:
-        """Waits for the end of a pause with a lease; True where the lease has lapsed: its holder is fenced then."""
+        """Waits for the end of a pause with a lease; returns True if the lease lapsed, and fences its holder then."""
         while not await self._clock.wait(pause.ended, pause.until_s - self._clock.now()):
             now_s = self._clock.now()
             if now_s >= pause.until_s and self.is_open(pause):
@@ -162,25 +162,25 @@ class Pauses:
         return False
 
     def _fence(self, why: str) -> None:
-        """The client that has registered."""
+        """Fences the registered client."""
         self._why_fenced, self.client = {self.client: why}, ''
 
 
-# What the pauses of a server do to its engine and its scorer; the service has these methods as its own.
+# The effects of pauses on a server's engine and scorer; the service exposes these methods.
 
 
-_REGISTRATION_S = 60.0  # lease of the pause in which a new client ends what others have left
+_REGISTRATION_S = 60.0  # lease of the pause in which a new client ends leftover requests
 
 
 class Pausing:
-    """Used on the host's loop.
+    """Pauses and resumes an engine and its scorer; used on the host's loop.
 
     Args:
-      scorer: of the same engine; None = there is none.
-      open_requests: the names of those in the engine, as they are now.
-      emptied: set when there is none.
-      cancel_all: ends all requests, also those that wait for the end of a pause.
-      start_held: starts those, when the last pause has ended.
+      scorer: of the same engine; None = without scoring.
+      open_requests: the names of the requests in the engine, a live collection.
+      emptied: set when no request is open.
+      cancel_all: ends all requests, also requests that wait for the end of a pause.
+      start_held: starts the waiting requests, when the last pause has ended.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class Pausing:
         self.pauses = Pauses(clock)
 
     async def register(self, client: str) -> None:
-        """Ends every request and all pauses with a lease; of the clients that name themselves only this is obeyed now.
+        """Ends every request and all pauses with a lease; makes `client` the only obeyed one with a name.
 
-        A client registers before its first commit, and anew after it was fenced.
+        A client registers before its first commit, and again after it was fenced.
         """
         self.pauses.register(client)
         await self._cancel_all()
@@ -211,9 +211,9 @@ class Pausing:
         await self.resume(client)
 
     async def pause(self, mode: ServerPause, lease: Lease | None = None) -> None:
-        """Returns when nothing is generated and what is aborted was told; arrivals then wait for `resume`.
+        """Returns when generation has stopped and aborted requests are answered; new requests wait for `resume`.
 
-        With a lease the pause ends by itself where it is not renewed, and its holder is fenced. Raises FencedError.
+        A pause with a lease ends and fences its holder if it is not renewed. Raises FencedError.
         """
         pause = self.pauses.begin(mode, lease)
         if lease is not None:
@@ -233,13 +233,13 @@ class Pausing:
             await self._engine.pause('in_place' if mode == 'in_place' else 'retract')
 
     async def renew(self, lease: Lease) -> bool:
-        """Whether the holder has a pause, which then lasts for its lease from now on; raises FencedError."""
+        """Extends the holder's pause by its lease from now; returns whether there is one. Raises FencedError."""
         return self.pauses.renew(lease)
 
     async def resume(self, holder: str = '') -> None:
-        """Ends the pause of this holder, '' = those without a lease; nothing begins before the last pause has ended.
+        """Ends the pause of this holder, '' = clients without a lease; generation resumes after the last pause.
 
-        Raises FencedError, and LeasedError where a client without a name would end the pause of another.
+        Raises FencedError, and LeasedError if a client without a name would end the pause of another client.
         """
         pause = self.pauses.find(holder)
         if pause is not None:
@@ -247,7 +247,7 @@ class Pausing:
             self._go_on()
 
     def end_all(self) -> None:
-        """Ends every pause: the server is ending."""
+        """Ends every pause, because the server is ending."""
         if self.pauses.mode is not None:
             self.pauses.end_all()
             self._go_on()
@@ -257,8 +257,8 @@ class Pausing:
             self._go_on()
 
     def _go_on(self) -> None:
-        """After the end of a pause: generates again, unless there is another one."""
-        self._emptied.set()  # a pause that waits has ended
+        """Resumes generation after the end of a pause, unless there is another pause."""
+        self._emptied.set()  # wakes `pause`, whose pause may have ended while it waited
         if self.pauses.mode is not None:
             return
         self._engine.resume()

@@ -1,4 +1,4 @@
-"""The host's side of a server: one request queue, one engine, and what control routes ask of them.
+"""The host's side of a server: one request queue, one engine, and the actions of control routes.
 
 The HTTP side (server/) puts submissions and actions into the inbox from its own thread; replies go back through the
 functions that come with them. Everything here runs on the host's loop.
@@ -32,36 +32,36 @@ FIRST_LABEL = '0'  # weight version of the weights at launch
 
 
 class UpdateError(UserError):
-    """An update of the weights that was refused: the old ones are in use."""
+    """An update of the weights was refused: the old weights are in use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """What an answer got since the last one."""
+    """The part of an answer since the previous delivery."""
 
     pieces: Sequence[Piece] = ()
-    finish: EngineFinish | None = None  # None: it goes on
+    finish: EngineFinish | None = None  # None: the answer continues
     matched: int | str | None = None  # the stop token or string that ended it
-    version: str = ''  # weight version in use, where it ended
-    cached_tokens: int = 0  # of the prompt, whose KV was there
-    retractions: int = 0  # times that its KV was given up and computed again
+    version: str = ''  # weight version in use when it ended
+    cached_tokens: int = 0  # prompt tokens whose KV was cached
+    retractions: int = 0  # times that its KV was dropped and computed again
     error: UserError | None = None  # the engine refused it; LogprobError: it failed
     began: int = -1  # number of the weights in use when it began
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Submission:
-    """One answer to generate. Two are never equal, so one can be ended even if another has its name."""
+    """One answer to generate. Compared by identity, so one can be ended even if another has the same name."""
 
     request: GenerationRequest
     streams: bool  # deliver after every dispatch
     deliver: Callable[[Delivery], None]
-    group: str = ''  # id of the call whose numbered answers this is one of; '' = the call has one answer
+    group: str = ''  # id of its call, if that has several numbered answers; '' = one answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """Something that a control route asks for; `reply` gets the result, or the UserError that refused it."""
+    """An action of a control route; `reply` gets the result, or the UserError that refused it."""
 
     name: str
     run: Callable[[GenerationService], Awaitable[object]]
@@ -73,21 +73,21 @@ class WeightsDirectory:
     """Weights to load: PublishedWeights.handle of an update. The loader sets `digest`."""
 
     path: str
-    label: str = ''  # weight version that was asked for; '' = given later
+    label: str = ''  # requested weight version; '' = set later
     digest: str = ''  # hash of their manifest; '' = the directory has none
 
 
 @dataclasses.dataclass(frozen=True)
 class ServiceStatus:
-    """A look at the server."""
+    """A snapshot of the server."""
 
     engine: EngineStatus
     weight_version: str
     model_path: str
     digest: str
     pause: ServerPause | None
-    pauses: tuple[PauseStatus, ...]  # who has paused it
-    client: str  # that has registered; '' = none
+    pauses: tuple[PauseStatus, ...]  # all of them, with their holders
+    client: str  # the registered one; '' = none
     held: int  # requests that wait for the end of a pause
     finished: dict[EngineFinish, int]
     prompt_tokens: int
@@ -98,15 +98,15 @@ class ServiceStatus:
     updates: int
     update_pause_s: float  # of the last update
     failed: int  # answers with a log-prob that no policy can have, and answers of a dispatch that raised
-    fault: str  # why the weights in use are not to be trusted; '' = nothing is known against them
+    fault: str  # why the weights in use are not trusted; '' = no fault is known
 
 
 class GenerationService:
-    """Implements what the routes ask for; `serve` is its coroutine.
+    """Implements the actions of the routes; `serve` is its coroutine.
 
     Args:
       label: weight version of the engine's weights.
-      model_path: where they came from.
+      model_path: the source of these weights.
       scorer: of the same engine; None = no log-probs of prompts and no alternatives.
     """
 
@@ -145,7 +145,7 @@ class GenerationService:
         self._failed, self._fault = 0, ''
 
     async def serve(self) -> None:
-        """Takes what arrives, for ever; the engine was started before."""
+        """Takes submissions and actions forever; the engine must be started."""
         if self._scorer is not None:
             self._supervisor.start('scoring', self._scorer.serve())
         while True:
@@ -166,7 +166,7 @@ class GenerationService:
     # Requests.
 
     def open_requests(self) -> int:
-        """Those in the engine, and those that wait for the end of a pause."""
+        """The number of requests in the engine or waiting for the end of a pause."""
         return len(self._open) + len(self._door)
 
     def _submit(self, submission: Submission) -> None:
@@ -180,7 +180,7 @@ class GenerationService:
             self._start(submission)
 
     def _start_held(self) -> None:
-        """What waited for the end of the pauses."""
+        """Starts the requests that waited for the end of the pauses."""
         held, self._door = list(self._door.values()), {}
         for submission in held:
             self._start(submission)
@@ -198,7 +198,7 @@ class GenerationService:
         self._supervisor.start(f'request {request.request_id}', self._follow(submission, running, self._version))
 
     async def _follow(self, submission: Submission, running: RunningRequest, began: int) -> None:
-        """Delivers segment by segment where the request streams, else all at the end."""
+        """Delivers segment by segment if the request streams, else everything at the end."""
         pieces: list[Piece] = []
         try:
             async for segment in running:
@@ -222,7 +222,7 @@ class GenerationService:
         submission.deliver(delivery)
 
     def _note_failure(self, error: LogprobError) -> LogprobError:
-        """The weights in use are not trusted from now on: another server, or this one with others, may do better."""
+        """Marks the weights in use as not trusted: another server, or this one with other weights, may do better."""
         self._failed += 1
         label = self._labels[self._version]
         self._fault = f'the weights of version {label!r} gave a log-prob that no policy can have: {error}'
@@ -233,7 +233,7 @@ class GenerationService:
         return Piece(segment.tokens, segment.behavior_logprobs, label, segment.columns, context=segment.context)
 
     async def score(self, request: ScoringRequest) -> Scored | None:
-        """The scores of a sequence under the weights then in use; None where it was cancelled. Raises UserError."""
+        """Returns the scores of a sequence under the weights then in use; None if cancelled. Raises UserError."""
         if self._scorer is None:
             raise UserError('this server was started without a scorer: it has no log-probs of prompts')
         if request.first == len(request.tokens):
@@ -244,10 +244,10 @@ class GenerationService:
             raise self._note_failure(error) from None
         return None if found is None else Scored(found[1], self._labels[found[0]], found[0])
 
-    # What control routes ask for.
+    # Actions of control routes.
 
     async def cancel(self, names: Collection[str]) -> None:
-        """Ends the requests of these names, and all answers of calls of these names; unknown ones are ignored."""
+        """Ends the requests with these names, and all answers of calls with these names; ignores unknown names."""
         wanted = set(names) - {''}
         for name, submission in [*self._open.items(), *self._door.items()]:
             if name in wanted or submission.group in wanted:
@@ -257,14 +257,14 @@ class GenerationService:
             self._scorer.cancel([one for one in scored if one.name in wanted or one.group in wanted])
 
     async def withdraw(self, submissions: Collection[Submission]) -> None:
-        """Ends the submissions that are still open; other requests with the same names go on."""
+        """Ends the submissions that are still open; other requests with the same names continue."""
         for submission in submissions:
             name = submission.request.request_id
             if self._open.get(name, self._door.get(name)) is submission:
                 self._cancel(name)
 
     async def withdraw_scoring(self, requests: Collection[ScoringRequest]) -> None:
-        """The same for sequences that are to be scored."""
+        """Ends the scoring requests that are still open."""
         if self._scorer is not None:
             self._scorer.cancel(requests)
 
@@ -275,9 +275,9 @@ class GenerationService:
             self._scorer.cancel(self._scorer.open_requests())
 
     async def stage(self, path: str, label: str = '', client: str = '') -> None:
-        """Loads the weights of a directory while decoding goes on; raises UpdateError for one that cannot be loaded.
+        """Loads the weights of a directory while decoding continues; raises UpdateError if it cannot be loaded.
 
-        Raises FencedError, as every commit of a `client` that names itself.
+        Raises FencedError, like every update by a `client` that names itself and is fenced.
         """
         self._require_no_update(client)
         self._updating, self._staged = True, None
@@ -293,11 +293,11 @@ class GenerationService:
     async def swap(
         self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False, client: str = ''
     ) -> None:
-        """Decodes with the staged weights from the next dispatch on; returns when it does, or is idle with them.
+        """Swaps the staged weights in before the next dispatch; returns when they are in use.
 
         Args:
           label: their weight version; None = unchanged.
-          kv_policy: of requests that are being decoded; None = the engine's.
+          kv_policy: for requests that are being decoded; None = the engine's.
           cancel: end all open requests first.
         """
         self._require_no_update(client)
@@ -317,7 +317,7 @@ class GenerationService:
         self._updates += 1
 
     async def relabel(self, label: str, client: str = '') -> None:
-        """The same weights under another version: tokens drawn from now on carry it."""
+        """Gives the same weights another version, which later tokens carry."""
         self._require_no_update(client)
         self._updating, self._staged = True, None
         version = self._version + 1

@@ -1,5 +1,5 @@
 """Our engine behind JetStream's orchestrator and gRPC server, and its client (rollout.server='jetstream').
 
-server/ runs in a process of its own, whose interpreter has JetStream; nothing else imports it. The other modules are
-what both sides say to each other, and the client.
+server/ runs in a separate process, whose interpreter has JetStream; no other module imports it. The other modules are
+the messages between both sides, and the client.
 """

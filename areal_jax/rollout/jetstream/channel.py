@@ -1,4 +1,4 @@
-"""One JetStream server over gRPC. Its coroutines run on the I/O loop of the clock, and decode there."""
+"""The connection to one JetStream server over gRPC. Its coroutines run and decode on the clock's I/O loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_jax.rollout.jetstream.record import KEPT, RECORD, SETTINGS
 from areal_jax.types import concatenate
 
 _OPTIONS = (('grpc.max_receive_message_length', -1), ('grpc.max_send_message_length', -1))
-# refusals, as HTTP calls them: what the server has said that it has not done
+# refusals by their HTTP status: the server states that the action was not done
 _REFUSED = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.UNAUTHENTICATED: 401,
@@ -35,7 +35,7 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What a call of Decode brought."""
+    """The result of a call of Decode."""
 
     tokens: np.ndarray  # int32 [n]
     record: bytes  # see record.py
@@ -46,7 +46,7 @@ class JetstreamConnection(Connection):
 
     Args:
       url: 'http://host:port'.
-      api_key, holder, client: as of Connection.
+      api_key, holder, client: see Connection.
     """
 
     def __init__(self, url: str, api_key: str = '', holder: str = '', client: str = ''):
@@ -58,11 +58,11 @@ class JetstreamConnection(Connection):
         self._calls: dict[str, grpc.aio.UnaryStreamCall] = {}  # of Decode under way, by request id
 
     async def act(self, method: str, fields: JsonObject | None = None) -> exchange.Reply:
-        """The reply of the second service; raises StatusError for a refusal, NoReplyError without a reply."""
+        """Calls the second service; raises StatusError for a refusal, NoReplyError without a reply."""
         return exchange.Reply(control.decode(await self._ask(method, fields or {})))
 
     async def decode(self, request_id: str, settings: str, token_ids: Sequence[int], max_tokens: int) -> Decoded:
-        """The whole answer, as far as it came where it was aborted; raises StatusError, NoReplyError."""
+        """Returns the whole answer, or, if it was aborted, its part so far; raises StatusError, NoReplyError."""
         metadata = [*self._metadata, (SETTINGS, settings)]
         call = self._open_channel().unary_stream(DECODE)(render_decode(token_ids, max_tokens), metadata=metadata)
         self._calls[request_id] = call
@@ -80,7 +80,7 @@ class JetstreamConnection(Connection):
         except DecodeError as error:
             raise NoReplyError(f'{DECODE} answered what is no DecodeResponse ({error})') from error
         finally:
-            call.cancel()  # nothing where it has ended: the server frees the slot
+            call.cancel()  # so that the server frees the slot; no effect on an ended call
             del self._calls[request_id]
         tokens = concatenate(parts, np.int32)
         record = trailing.get(RECORD)
@@ -91,7 +91,7 @@ class JetstreamConnection(Connection):
         return Decoded(tokens, record)
 
     def close_call(self, request_id: str) -> None:
-        """The server ends a request whose call is closed, also one that has not reached its engine yet."""
+        """Closes the call of a request, which the server then ends, even before it has reached the engine."""
         if (call := self._calls.get(request_id)) is not None:
             call.cancel()
 
@@ -118,7 +118,7 @@ class JetstreamConnection(Connection):
 
 
 async def _close_at_end(channel: grpc.aio.Channel) -> None:
-    """Closes what is still open when the loop ends, which cancels its tasks."""
+    """Closes the channel when the loop ends, which cancels its tasks."""
     try:
         await asyncio.get_running_loop().create_future()
     finally:

@@ -1,7 +1,7 @@
 """A server of ours behind JetStream as an engine: like `own`, but an answer comes as a whole, with its record.
 
-While it is generated its tokens arrive, and their log-probs do not: what a server had streamed when it died is lost,
-and generated again elsewhere with the same noise.
+During generation only tokens arrive, without their log-probs: tokens streamed by a server that dies are lost, and
+generated again elsewhere with the same noise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class JetstreamDialect:
-    """Implements own_dialect.StagingDialect over gRPC; its connection is a JetstreamConnection."""
+    """Implements vllm.StagingDialect over gRPC; its connection is a JetstreamConnection."""
 
     seeds, streams, keeps_answers = True, False, False
 
@@ -47,7 +47,7 @@ class JetstreamDialect:
     async def stream(
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
-        """Delivers at the end."""
+        """Delivers the whole answer at its end."""
         answer = await self.generate(connection, call, vocab_size)
         assert answer.finish is not None
         if answer.pieces:
@@ -86,7 +86,7 @@ class JetstreamDialect:
 
 
 def connect(parts: ClientParts) -> OwnEngine:
-    """The client of one server of ours behind JetStream."""
+    """Makes the client of one server of ours behind JetStream."""
     from areal_jax.rollout.jetstream.channel import JetstreamConnection
 
     connection = JetstreamConnection(parts.entry.url, parts.api_key, parts.entry.holder, parts.client)

@@ -1,7 +1,7 @@
-"""The second service of a server: what JetStream's own has no calls for. Names and errors, for both sides.
+"""The second service of a server, for actions that JetStream's service lacks. Names and encoding, for both sides.
 
 Messages are JSON objects as UTF-8, because they have few fields, and so that neither side needs code generated for its
-version of protobuf. `Record` alone answers bytes, see record.py.
+version of protobuf. Only `Record` answers bytes, see record.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ PAUSE, RESUME, STAGE, SWAP, STATUS, ABORT, FLUSH, RECORD, REGISTER, RENEW = (
 
 
 def describe_path(method: str) -> str:
-    """'/areal_jax.EngineControl/Pause'."""
+    """Returns the path of a method, as in '/areal_jax.EngineControl/Pause'."""
     return f'/{SERVICE}/{method}'
 
 
 def encode(fields: JsonObject) -> bytes:
-    """One message."""
+    """Encodes one message."""
     return json.dumps(fields, separators=(',', ':')).encode()
 
 
 def decode(message: bytes) -> JsonObject:
-    """The fields of a reply; {} for what is no JSON object."""
+    """Decodes the fields of a reply; {} if it is no JSON object."""
     try:
         return Reply(load_json(message)).values
     except ReplyError:

@@ -1,9 +1,8 @@
 """JetStream's messages, without JetStream: DecodeRequest and DecodeResponse.
 
-Clients have no JetStream in their interpreter, nor has the process that parses large messages of a server. The
-fields and their numbers are those of jetstream/core/proto/jetstream.proto of google-jetstream 0.2.2
-(third_party/jetstream). They are declared here and not in the default pool of protobuf, where JetStream, if it is
-imported too, declares the same names.
+Clients have no JetStream in their interpreter, nor does the process that parses large messages of a server. Fields and
+numbers are as in jetstream/core/proto/jetstream.proto of google-jetstream 0.2.2 (third_party/jetstream). They are
+declared in a separate pool, not in protobuf's default pool, where JetStream, if imported too, declares the same names.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _INT32, _STRING, _MESSAGE = (
 )
 _OF_STREAM = 'DecodeResponse.StreamContent'
 _CHOICES = {'DecodeRequest': ('content', ('text_content', 'token_content'))}  # a oneof: the last one sent counts
-# message: field: (number, type, name of the message, repeated). What this project neither sends nor reads is left out
+# message: field: (number, type, name of the message, repeated). Fields that this project does not use are left out
 _FIELDS: Mapping[str, Mapping[str, tuple[int, int, str, bool]]] = {
     'DecodeRequest': {
         'max_tokens': (4, _INT32, '', False),
@@ -71,22 +70,22 @@ _Request, _Response = (
 
 
 def render_decode(token_ids: Sequence[int], max_tokens: int) -> bytes:
-    """A DecodeRequest for so many tokens after the prompt."""
+    """Encodes a DecodeRequest for up to `max_tokens` tokens after the prompt."""
     return _Request(max_tokens=max_tokens, token_content={'token_ids': token_ids}).SerializeToString()
 
 
 def parse_request(message: bytes) -> Any:
-    """The DecodeRequest in the bytes, with JetStream's names of fields.
+    """Decodes a DecodeRequest, with JetStream's names of fields.
 
-    Raises google.protobuf.message.DecodeError for bytes that are none.
+    Raises google.protobuf.message.DecodeError for other bytes.
     """
     return _Request.FromString(message)
 
 
 def parse_decode(message: bytes) -> np.ndarray:
-    """int32 [n]: the ids in a DecodeResponse to a call of one sample.
+    """Decodes the ids, int32 [n], in a DecodeResponse to a call of one sample.
 
-    Raises google.protobuf.message.DecodeError for bytes that are none.
+    Raises google.protobuf.message.DecodeError for other bytes.
     """
     samples = _Response.FromString(message).stream_content.samples
     return np.array(samples[0].token_ids if samples else [], np.int32)

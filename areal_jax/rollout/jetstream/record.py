@@ -1,9 +1,9 @@
-"""What JetStream's messages have no fields for: settings of a call; log-probs, versions and columns of an answer.
+"""Data without fields in JetStream's messages: settings of a call; log-probs, versions and columns of an answer.
 
-Settings go out as metadata of the call: the body of `POST /inference/v1/generate` (http/wire/vllm.py) without the token
-ids and max_tokens, which JetStream's message has. The record of an answer comes back as trailing metadata. gRPC bounds
-metadata, so a longer record is kept by the server and fetched by the id of the request. A JetStream client that knows
-of neither gets its tokens.
+Settings are sent as metadata of the call: the body of `POST /inference/v1/generate` (http/wire/vllm.py) without the
+token ids and max_tokens, which JetStream's message has. The record of an answer returns as trailing metadata. gRPC
+bounds metadata, so a longer record is kept by the server and fetched by the id of the request. A JetStream client that
+knows neither gets its tokens only.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from areal_jax.types import LARGEST_LOGPROB
 SETTINGS = 'areal-call'  # metadata of a call; its value is ASCII
 RECORD = 'areal-answer-bin'  # trailing metadata: the record
 KEPT = 'areal-answer-kept'  # trailing metadata: the record is fetched by this id of the request
-# bytes of a record in trailing metadata. gRPC takes 8 kB of metadata unless a channel says otherwise, and binary values
-# are sent as base64, 4 characters for 3 bytes
+# bytes of a record in trailing metadata. gRPC takes 8 kB of metadata unless a channel sets another limit, and binary
+# values are sent as base64, 4 characters for 3 bytes
 LARGEST_TRAILER = 5500
 _LENGTH = struct.Struct('<I')  # of the header
 
 
 def render_settings(call: Call) -> str:
-    """The metadata that asks for a call of one prompt of token ids."""
+    """Renders the metadata of a call with one prompt of token ids."""
     body = vllm.render_request(call)
     del body['token_ids'], body['sampling_params']['max_tokens']  # JetStream's message has them
     return json.dumps(body, separators=(',', ':'))
 
 
 def read_settings(metadata: str | None, token_ids: Sequence[int], max_tokens: int) -> JsonObject:
-    """The body that vllm.parse takes; without metadata, for the greedy answer.
+    """Returns a body for vllm.parse; without metadata, for the greedy answer.
 
     Raises RequestError for metadata that is no JSON object.
     """
@@ -60,7 +60,7 @@ def read_settings(metadata: str | None, token_ids: Sequence[int], max_tokens: in
 
 
 def encode_record(call: Call, answer: Answer) -> bytes:
-    """All of an answer but its tokens: 4 bytes with the length of the header, the header, and the arrays.
+    """Encodes an answer without its tokens: 4 bytes with the length of the header, the header, and the arrays.
 
     The arrays are the log-probs, float32 [n], and each column that the call wants, [n, *shape] of its dtype.
     """
@@ -84,9 +84,9 @@ def encode_record(call: Call, answer: Answer) -> bytes:
 def decode_record(
     record: bytes, tokens: np.ndarray, columns: Sequence[str], vocab_size: int
 ) -> tuple[list[Piece], FinishWord, str]:
-    """(pieces of the answer by version, how it ended, version in use then); `tokens` int32 [n] came with the call.
+    """Returns (the answer's pieces by version, its finish reason, the version in use then); `tokens` are int32 [n].
 
-    Raises ReplyError where record and tokens do not fit, or a log-prob is none.
+    Raises ReplyError if record and tokens do not fit, or if a log-prob is invalid.
     """
     header, arrays = _split(record)
     length = len(tokens)
@@ -117,7 +117,7 @@ def _split(record: bytes) -> tuple[Reply, bytes]:
 
 
 def _take(header: Reply, data: bytes, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.ndarray, bytes]:
-    """The next array, and what follows it."""
+    """Returns the next array, and the bytes after it."""
     size = int(np.prod(shape)) * dtype.itemsize
     if len(data) < size:
         raise header.error(name, f'{len(data)} bytes, and {shape[0]} tokens need {size}')
@@ -126,7 +126,7 @@ def _take(header: Reply, data: bytes, name: str, dtype: np.dtype, shape: tuple[i
 
 
 def _little(dtype: np.dtype) -> np.dtype:
-    """The byte order of the arrays, whatever the machine."""
+    """Returns the dtype in little-endian order, as in the arrays of a record."""
     return dtype.newbyteorder('<')
 
 

@@ -1,1 +1,1 @@
-"""Engines that are servers in other processes: which there are, which serve, where a request is."""
+"""Engines that are servers in other processes: their list, their states, and the server of each request."""

@@ -1,7 +1,7 @@
-"""A pool with servers of its own for the evaluation beside training, which hold an earlier version meanwhile.
+"""A pool with separate servers for evaluation during training, which keep the evaluated version meanwhile.
 
-app/parts/server_builder.py puts it in the place of a ServerPool where evaluation.engines sets servers aside. While
-nothing is evaluated they follow training from version to version, so that a probe can compare them with the learner.
+app/parts/server_builder.py builds it instead of a ServerPool if evaluation.engines sets servers aside. Between
+evaluations they follow training from version to version, so that a probe can compare them with the learner.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from areal_jax.protocols import Clock, Generation
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
-PATIENCE_S = 60.0  # without a server that holds the version, before its evaluation is given up
+PATIENCE_S = 60.0  # an evaluation is abandoned after this time without a server that holds its version
 _LOOK_S = 0.5
 _RENAMED = {'receive': 'evaluation_receive'}
 _OF_TRAINING = ('arrive', 'route', 'move', 'load')  # kinds of events that reports count as training's
 
 
 class EvaluationLog(EventLog):
-    """The log as servers for evaluation write to it: nothing of theirs is counted as training's."""
+    """The log for the evaluation servers: drops or renames events that would be counted as training's."""
 
     def __init__(self, log: EventLog):
         super().__init__(keeps=False)
@@ -36,15 +36,15 @@ class EvaluationLog(EventLog):
 
 
 class EvaluatedPool:
-    """Requests of a version go to the servers for evaluation, all others to the servers for training.
+    """Sends requests of a pinned version to the evaluation servers, all others to the training servers.
 
     Implements protocols.Pool. One version is pinned at a time.
 
     Args:
-      evaluation: whose settings have max_versions_behind=0, so that none of them answers with an earlier version.
+      evaluation: its settings must have max_versions_behind=0, so that no server answers with an earlier version.
 
-    The event `lost` is set when none of them has served the pinned version for `patience_s`. A server that comes back
-    then can not be probed: the learner has other weights.
+    The event `lost` is set when no evaluation server has served the pinned version for `patience_s`. A server that
+    comes back after that can not be probed: the learner has other weights.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class EvaluatedPool:
     # Weights and pauses.
 
     async def load_weights(self, published: PublishedWeights) -> float:
-        """Training does not wait for the servers for evaluation."""
+        """Loads weights on the training servers; does not wait for the evaluation servers."""
         self._newest = published
         if self._pinned is None:
             self.evaluation.offer(published)
         return await self.training.load_weights(published)
 
     async def pin(self, published: PublishedWeights) -> None:
-        """Returns when no server that serves has another version; requests wait for one that holds this."""
+        """Returns when no serving server has another version; requests wait for a server that holds this one."""
         if self._pinned is not None:
             raise RuntimeError(f'version {self._pinned} is pinned: servers hold one version')
         self._pinned = published.version
@@ -136,7 +136,7 @@ class EvaluatedPool:
         return tuple(dict.fromkeys(kept))
 
     async def pause(self) -> None:
-        """Of training alone: a checkpoint has nothing of an evaluation but its version."""
+        """Pauses training alone: of an evaluation, a checkpoint contains only the version."""
         await self.training.pause()
 
     def resume(self) -> None:

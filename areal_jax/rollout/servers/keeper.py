@@ -31,19 +31,19 @@ from areal_jax.telemetry.metrics import Line, number
 from areal_jax.telemetry.names import MISMATCH_OF
 from areal_jax.types import GenerationRequest, KvPolicy, PublishedWeights, SamplingParams, Segment, concatenate
 
-# of which softmax log-probs are: that at the request's temperature, or that before any
+# the softmax of log-probs: at the request's temperature, or before any temperature
 LogprobsMode = Literal['processed', 'raw']
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself, and, for a run, what it needs; None: it does not say, or has no need."""
+    """Facts that a server states, or that a run needs from servers; None: not stated, or not needed."""
 
     kv_policy: KvPolicy | None = None  # of unfinished answers at a swap
-    context_tokens: int | None = None  # of prompt and answer; a server may have more
+    context_tokens: int | None = None  # of prompt and answer; a server may have more than needed
     dtype: str | None = None  # of the weights that it decodes with
     logprobs_mode: LogprobsMode | None = None
-    hardware: str | None = None  # see EngineStatus; no run needs a certain one
+    hardware: str | None = None  # see EngineStatus; never needed
 
 
 SAYS_NOTHING = ServerFacts()
@@ -79,10 +79,10 @@ _TOKENS = 500  # over which the mean is taken
 
 
 class MismatchWatch:
-    """The mean |mismatch| of each engine over windows of at least 500 tokens of age 0, in nats.
+    """Watches the mean |mismatch| of each engine over windows of at least 500 tokens of age 0, in nats.
 
     Args:
-      most: largest mean of an engine that is right (rollout.max_mismatch).
+      most: largest mean of a sound engine (rollout.max_mismatch).
       quarantine: called with the engine and a sentence (ServerPool.quarantine).
     """
 
@@ -92,7 +92,7 @@ class MismatchWatch:
         self._sums: dict[str, float] = {}
 
     def note_update(self, metrics: Line) -> None:
-        """The metrics of an update (learning/diagnostics/measurement.py)."""
+        """Reads the metrics of an update (learning/diagnostics/measurement.py)."""
         for name in metrics:
             if name.startswith(MISMATCH_OF) and name.endswith('/n'):
                 engine = name.removeprefix(MISMATCH_OF).removesuffix('/n')
@@ -100,7 +100,7 @@ class MismatchWatch:
                 self.note(engine, int(tokens or 0), math.nan if mean is None else mean)  # JSON has no NaN
 
     def note(self, engine: str, tokens: int, mean: float) -> None:
-        """The learner has compared so many tokens of age 0 that the engine generated."""
+        """Adds the mean |mismatch| of `tokens` tokens of age 0 that the engine generated."""
         if not tokens:
             return
         self._tokens[engine] += tokens
@@ -116,28 +116,28 @@ class MismatchWatch:
             )
 
 
-# The request that an engine in another process answers before it gets work, and what its answer must be.
+# The request that an engine in another process answers before it gets work, and the checks of its answer.
 
 
 PROBE_DRAW = 2**31 - 1  # no draw of a prompt stream is that high
 
 # version, prompt tokens int32 [P], answer tokens int32 [A] -> the learner's log-probs of the answer, float32 [A]; None:
-# the learner does not have that version any more
+# the learner no longer has that version
 Score = Callable[[int, np.ndarray, np.ndarray], Awaitable[np.ndarray | None]]
 
 
 class ProbeError(RemoteError):
-    """An engine answered the probe, and not as it should."""
+    """An engine answered the probe wrongly."""
 
 
 def make_probe(settings: ProbeSettings, number: int) -> GenerationRequest:
-    """`number` tells the probes of one engine apart."""
+    """Makes the probe request; `number` tells the probes of one engine apart."""
     sampling = SamplingParams(settings.new_tokens, temperature=settings.temperature, top_k=0, top_p=1.0, stop_tokens=())
     return GenerationRequest(PROBE_DRAW, number, 0, settings.prompt_tokens, sampling)
 
 
 async def answer_probe(member: Member, request: GenerationRequest, version: int) -> list[Segment]:
-    """The answer of an engine that holds the version; raises ProbeError for one that is not sound in itself."""
+    """Returns the answer of an engine that holds the version; raises ProbeError if the answer is malformed."""
     generation, segments, room = member.engine.generate(request), [], request.sampling.max_new_tokens
     async for segment in generation:
         if fault := find_fault(segment, version, version, room):
@@ -150,7 +150,7 @@ async def answer_probe(member: Member, request: GenerationRequest, version: int)
 
 
 def compare(segments: list[Segment], reference: np.ndarray) -> tuple[float, float]:
-    """The largest and the mean difference between the log-probs of an answer and the learner's, float32 [A]."""
+    """Returns the largest and the mean difference between the answer's log-probs and the learner's, float32 [A]."""
     differences = np.abs(concatenate([s.behavior_logprobs for s in segments], np.float32) - reference)
     return float(differences.max()), float(differences.mean())
 
@@ -160,11 +160,11 @@ _Phase = Literal['stage', 'swap', 'acknowledge']
 
 
 class PoolSide(Protocol):
-    """What a keeper tells the pool, and asks it for."""
+    """The pool's interface for a keeper."""
 
     @property
     def target(self) -> PublishedWeights:
-        """The weights that every engine shall decode with."""
+        """The weights that every engine should decode with."""
         ...
 
     async def wait_running(self) -> None:
@@ -172,27 +172,27 @@ class PoolSide(Protocol):
         ...
 
     def admit(self, member: Member) -> None:
-        """The engine holds the newest version and has answered its probe."""
+        """Lets the engine serve: it holds the newest version and has answered its probe."""
         ...
 
     def withdraw(self, member: Member, state: Literal['syncing', 'unknown', 'quarantined'], reason: str) -> None:
-        """The engine gets no requests, and those that it has go elsewhere."""
+        """Takes the engine out of service; its requests move to other engines."""
         ...
 
     def note_paused(self, member: Member, pause: str) -> None:
-        """Somebody else has paused the engine, for so long: it gets no requests until that has ended."""
+        """Notes that another client has paused the engine, as `pause` describes: it gets no requests meanwhile."""
         ...
 
     def note_settled(self, member: Member) -> None:
-        """The engine has acknowledged or refused the version `member.settled_version`."""
+        """Notes that the engine has acknowledged or refused the version `member.settled_version`."""
         ...
 
     def note_healthy(self, member: Member) -> None:
-        """The engine has just answered."""
+        """Notes that the engine has just answered a health check."""
         ...
 
     def remove(self, name: str, reason: str) -> None:
-        """The engine is gone; requests that it has go elsewhere. Ends its keeper."""
+        """Removes an engine that is gone; its requests move to other engines. Ends its keeper."""
         ...
 
 
@@ -226,7 +226,7 @@ class Keeper:
                 await self._watch()
 
     async def _wait(self, seconds: float) -> bool:
-        """Whether there is news within so many seconds."""
+        """Waits for news, at most `seconds`; returns whether there was any."""
         self._member.news.clear()
         return await self._clock.wait(self._member.news, seconds)
 
@@ -245,7 +245,7 @@ class Keeper:
                 swap = member.engine.swap
                 member.pause_s = await self._do('swap', target, lambda: swap(target.version), settings.swap_s)
                 held = await self._do('acknowledge', target, member.engine.ask, settings.ask_s)
-            finally:  # not before it has acknowledged: it decodes with the new weights, and member.version are the old
+            finally:  # only now: before the acknowledgement it decodes with new weights under the old member.version
                 member.swapping_to = None
                 member.swapped.set()
         except RefusedError as error:
@@ -286,7 +286,7 @@ class Keeper:
         self._pool.note_settled(member)
 
     async def _note_refusal(self, target: PublishedWeights, reason: str) -> None:
-        """The engine goes on with what it holds while that is young enough, and is asked again."""
+        """Lets the engine serve its old version if that is new enough; waits, after which the commit is tried again."""
         member = self._member
         behind = target.version - (-1 if member.version is None else member.version)
         if member.state == 'serving' and behind > self._settings.max_versions_behind:
@@ -331,7 +331,7 @@ class Keeper:
             await self._note_failed_probe(version, f'its {text}, {allowed}')
 
     async def _wait_for_version(self, version: int, seconds: float) -> None:
-        """Until there is another one: a learner that has left a version does not come back to it."""
+        """Waits for another version, at most `seconds`: a learner does not return to a version that it has left."""
         member, end_s = self._member, self._clock.now() + seconds
         while member.state == 'probing' and not member.is_leaving and self._pool.target.version == version:
             if not await self._wait(end_s - self._clock.now()):
@@ -350,11 +350,11 @@ class Keeper:
     # While it serves, after it failed, and when it leaves.
 
     async def _watch(self) -> None:
-        """One look at a serving engine: after so many seconds, or because a request failed."""
+        """Checks a serving engine once: after `health_every_s` seconds, or because a request failed."""
         member, settings = self._member, self._settings
         if not member.is_suspect and await self._wait(settings.health_every_s) and not member.is_suspect:
             return
-        target = self._pool.target  # there may be a newer one by the time that it answers
+        target = self._pool.target  # there may be a newer one when it answers
         if member.state != 'serving' or member.is_leaving or member.version != target.version:
             return
         try:
@@ -382,10 +382,10 @@ class Keeper:
         self._pool.note_healthy(member)
 
     async def _take_over(self) -> None:
-        """Asks what the engine holds, and ends what it still does.
+        """Asks which version the engine holds, and ends its old requests and pauses (fence).
 
-        What is new here is fenced first: an earlier run may have left it paused, and then it would answer no question.
-        It gets the weights whatever it says.
+        A new engine is fenced first: if an earlier run left it paused, it would answer no question. A new engine gets
+        the weights whatever version it claims to hold.
         """
         member, settings = self._member, self._settings
         is_new = member.state == 'registered'

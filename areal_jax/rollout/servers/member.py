@@ -1,6 +1,6 @@
-"""An engine in another process, as the pool knows it: its state, what it holds and how it has behaved.
+"""The pool's record of an engine in another process: its state, its version and requests, and its failures.
 
-keeper.py drives it from state to state, server_pool.py sends it requests while it serves.
+keeper.py changes its state, server_pool.py sends it requests while it serves.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from areal_jax.types import LARGEST_LOGPROB, EngineFinish, GenerationRequest, Se
 
 
 class MovingRequest(GrowingAnswer):
-    """`engine` is the last one that it was sent to, '' before the first."""
+    """A request that may move between engines; `engine` is the last that it was sent to, '' before the first."""
 
     def __init__(self, request: GenerationRequest, clock: Clock):
         super().__init__(request, clock)
         self.attempts = 0  # engines that failed it
         self.entry: Entry | None = None  # in the ledger, while an engine has it
-        self.pump: asyncio.Task[None] | None = None  # takes what the engine delivers
-        self.lowest_version = 0  # that the engine can generate with since it has the request
+        self.pump: asyncio.Task[None] | None = None  # takes the segments that the engine delivers
+        self.lowest_version = 0  # the lowest that the engine may have generated with since it got the request
         self.taken_here = 0  # tokens from the engine that has it
 
     def take(self, segment: Segment) -> None:
@@ -40,7 +40,7 @@ class MovingRequest(GrowingAnswer):
         return dataclasses.replace(self.request, prefix=tuple(self._received))
 
     def end_in_received(self) -> EngineFinish | None:
-        """How the answer ended where its last token was received and the end was not."""
+        """Returns how the answer ended if its last token was received but its end was not; None if it is unfinished."""
         sampling = self.request.sampling
         if self._received and int(self._received[-1].tokens[-1]) in sampling.stop_tokens:
             return 'stop'
@@ -48,9 +48,9 @@ class MovingRequest(GrowingAnswer):
 
 
 def find_fault(segment: Segment, lowest_version: int, highest_version: int, room_tokens: int) -> str:
-    """What is wrong with a segment that came from elsewhere, '' for nothing.
+    """Describes the fault of a segment from another process; '' = none.
 
-    The engine was given the versions from the lowest to the highest since it has the request.
+    The engine held versions `lowest_version` to `highest_version` since it got the request.
     """
     tokens, logprobs = np.asarray(segment.tokens), np.asarray(segment.behavior_logprobs)
     if tokens.ndim != 1 or not len(tokens) or logprobs.shape != tokens.shape:
@@ -63,78 +63,77 @@ def find_fault(segment: Segment, lowest_version: int, highest_version: int, room
     return '' if sound.all() else f'the log-prob {logprobs[~sound][0]}'
 
 
-# What the pool asks of an engine in another process besides protocols.RolloutEngine, and how such an engine fails.
+# The pool's interface for an engine in another process, in addition to protocols.RolloutEngine, and its errors.
 #
 # The clients of rollout/http/ implement it, server_pool.py drives it. Every other exception is a bug and ends the
 # run.
 
 
 class RemoteError(Exception):
-    """Something that an engine in another process did not do; the message names engine, action and cause."""
+    """An engine in another process did not do something; the message names engine, action and cause."""
 
 
 class RequestFailedError(RemoteError):
-    """A request did not end: a reply with an error, a cut connection, an answer that cannot be read.
+    """A request did not end: an error reply, a cut connection, an unreadable answer.
 
     Raised by the iteration over a generation. Segments that were delivered before stay valid.
     """
 
 
 class RefusedError(RemoteError):
-    """An action was not done, and the engine holds what it held: it may be asked for the same again."""
+    """An action was not done and changed nothing in the engine: it may be tried again."""
 
 
 class FencedError(RemoteError):
-    """The engine obeys this run no longer: its lease of a pause has lapsed, or another run has taken the engine over.
+    """The engine no longer obeys this run: its pause lease has lapsed, or another run has taken the engine over.
 
-    What it does now is not known. It is to be fenced, which registers the run anew, and to get its weights again.
+    What it does now is not known. Fence it, which registers the run again, and send it the weights again.
     """
 
 
 class OutcomeUnknownError(RemoteError):
-    """An action may have been done, may be going on, or was not done: a deadline, or a lost connection."""
+    """An action may be done, running or not done: a deadline passed, or the connection was lost."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldWeights:
-    """The weights that an engine decodes with, by its own word."""
+    """The weights that an engine says it decodes with."""
 
     version: int
     manifest_hash: str | None = None  # PublishedWeights.manifest_hash; None: the engine cannot tell
-    is_fenced: bool = False  # it obeys this run no longer: see FencedError
-    paused: str = ''  # by whom and since when, where somebody else has paused it
+    is_fenced: bool = False  # it no longer obeys this run: see FencedError
+    paused: str = ''  # by whom and since when, if another client has paused it
 
 
 class RemoteEngine(RolloutEngine, Protocol):
     """An engine behind a network.
 
-    A pause holds as long as this client renews it, where the engine knows leases: see rollout/http/pauses.py.
+    If the engine knows leases, a pause lasts as long as this client renews it: see rollout/http/pauses.py.
 
-    `generate`, `cancel`, `resume`, `open_requests` and `status` do not wait for the network; `status` gives what was
-    heard last. `stage`, `swap` and `pause` raise RefusedError, FencedError or OutcomeUnknownError where they are not
-    done. To stage
-    the version that is staged or held already is allowed and may do nothing. The pool gives up whatever takes longer
-    than its own deadline by cancelling it, and then takes the outcome for unknown. A request may come again after its
-    `cancel`, with more of its prefix: on the wire it needs an id of its own then.
+    `generate`, `cancel`, `resume`, `open_requests` and `status` do not wait for the network; `status` returns the last
+    known values. `stage`, `swap` and `pause` raise RefusedError, FencedError or OutcomeUnknownError if they are not
+    done. Staging the version that is staged or held already is allowed and may do nothing. The pool cancels every
+    action that takes longer than the pool's deadline, and then takes the outcome for unknown. A request may come again
+    after its `cancel`, with more of its prefix: then it needs a new id on the wire.
     """
 
     async def ask(self) -> HeldWeights:
-        """Asks the engine what it holds, which also shows that it serves; raises OutcomeUnknownError without an answer.
+        """Asks for the engine's weights, which also shows that it serves; raises OutcomeUnknownError without an answer.
 
-        Never says a version before its weights are all in use.
+        Never returns a version before all its weights are in use.
         """
         ...
 
     async def fence(self) -> None:
-        """Ends every request that this or an earlier client sent and that has not ended, also what it has paused.
+        """Ends every open request, and every pause, of this and earlier clients.
 
-        Nothing of those requests is delivered later. From then on the engine obeys this client alone, where it can tell
+        Nothing of these requests is delivered later. From then on the engine obeys this client alone, if it can tell
         clients apart. Raises RefusedError or OutcomeUnknownError.
         """
         ...
 
     async def close(self) -> None:
-        """Ends what it has paused, and lets connections go; the engine is not used any more. Never fails."""
+        """Ends this client's pause and closes its connections; the engine is not used after this. Never fails."""
         ...
 
 
@@ -147,7 +146,7 @@ class ProbeSettings:
 
     prompt_tokens: np.ndarray  # int32 [P]
     max_difference: float  # of one token, between its log-probs and the learner's
-    max_mean: float  # the same on average: what an engine must keep to that was taken out for its mismatch
+    max_mean: float  # mean of these differences: also the bound for an engine taken out for its mismatch to return
     new_tokens: int = 16
     temperature: float = 0.0  # of the learner's log-probs; 0 = greedy, with log-probs at temperature 1
     again_s: float = 60.0  # from a failed probe to the next
@@ -157,20 +156,20 @@ class ProbeSettings:
 class ServerSettings:
     """Deadlines and waits are seconds of the clock."""
 
-    max_retries: int = 3  # of a request given up by engines that failed; then its group is dropped
-    # health checks in a row without an answer, or requests that failed, each after it was found well; then the engine
+    max_retries: int = 3  # of a request whose engines failed; then its group is dropped
+    # health checks in a row without an answer, or failed requests that each followed a passed check; then the engine
     # is out of service
     max_failures: int = 3
-    max_versions_behind: int = 1  # of an engine that refuses new weights and goes on decoding
+    max_versions_behind: int = 1  # of an engine that refuses new weights and continues decoding
     stage_s: float = 600.0
     swap_s: float = 120.0
     pause_s: float = 120.0
     ask_s: float = 10.0  # also of a fence
     probe_s: float = 300.0
-    drain_s: float = 60.0  # for an engine that leaves to finish what it has
-    retry_s: float = 1.0  # from a refusal, or a question without an answer, to the next
+    drain_s: float = 60.0  # for a leaving engine to finish its requests
+    retry_s: float = 1.0  # after a refusal, or a question without an answer
     health_every_s: float = 5.0
-    no_server_s: float = 300.0  # without a serving engine the run goes on for so long
+    no_server_s: float = 300.0  # the run ends after this time without a serving engine
     probe: ProbeSettings | None = None  # None: engines get work without one
 
 
@@ -189,18 +188,18 @@ class Member:
         self.url, self.engine, self.name, self.incarnation = url, engine, engine.name, incarnation
         self.state: MemberState = 'registered'
         self.reason = ''  # of that state
-        self.version: int | None = None  # that it acknowledged last; None: not known
+        self.version: int | None = None  # the last that it acknowledged; None: not known
         self.swapping_to: int | None = None  # a version that it may decode with before it has acknowledged it
         self.reading: int | None = None  # a version that it may be fetching
-        self.settled_version: int | None = None  # the last that it acknowledged, refused or was not there for
+        self.settled_version: int | None = None  # the last that it acknowledged, refused, or missed while absent
         self.pause_s = 0.0  # of its last swap
         self.is_probed = False
         self.is_paused = False
         self.is_leaving = False
-        self.failed_requests = 0  # in a row, each after it was found well
-        self.missed_checks = 0  # of its health, in a row
-        self.is_suspect = False  # a request failed since it was found well
-        self.requests: dict[str, MovingRequest] = {}  # that it has, by id, first come first
+        self.failed_requests = 0  # in a row, each after a passed health check
+        self.missed_checks = 0  # health checks, in a row
+        self.is_suspect = False  # a request failed since the last passed health check
+        self.requests: dict[str, MovingRequest] = {}  # its open requests by id, in the order of arrival
         self.keeper: asyncio.Task[None] | None = None
         self.news = clock.event(f'{self.name}: news for its keeper')
         self.swapped = clock.event(f'{self.name}: end of a swap')
@@ -209,7 +208,7 @@ class Member:
 
     @property
     def highest_version(self) -> int:
-        """That it may decode with."""
+        """The highest version that it may decode with; -1 = none."""
         return max(-1 if version is None else version for version in (self.version, self.swapping_to))
 
     def change_state(self, state: MemberState, reason: str) -> None:
@@ -219,14 +218,14 @@ class Member:
             self._log.write('engine_state', self.name, engine=self.name, state=state, reason=reason)
 
     def describe(self) -> str:
-        """'engine/0 is serving', with the reason where it is out of service."""
+        """Returns 'engine/0 is serving', with the reason if it is out of service."""
         why = f' ({self.reason})' if self.state in ('unknown', 'quarantined') else ''
         return f'{self.name} is {self.state}{why}'
 
     async def act(
         self, action: str, start: Callable[[], Coroutine[object, object, Result]], deadline_s: float
     ) -> Result:
-        """What the engine was asked for; raises RemoteError, also at the deadline and after `interrupt`."""
+        """Runs an action and returns its result; raises RemoteError, also at the deadline and after `interrupt`."""
         done = self._clock.event(f'{self.name}: {action}')
         results: list[Result] = []
         errors: list[RemoteError] = []
@@ -255,6 +254,6 @@ class Member:
         raise OutcomeUnknownError(f'{self.name}: {action} {cause}')
 
     def interrupt(self) -> None:
-        """Gives up every action under way: its outcome is unknown."""
+        """Abandons every action under way: its outcome is unknown."""
         for done in self._under_way:
             done.set()

@@ -1,4 +1,4 @@
-"""The servers of a run as its registry has them: which serve where, and what each says of itself.
+"""The servers of a run in its registry, with their addresses and the facts that they state.
 
 A server registers with `describe_server` and a Heartbeat (areal_jax/registry.py), and the reader here finds it.
 """
@@ -22,12 +22,12 @@ from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.types import Work
 
 _RECEIVER = 'receiver'  # among the details
-ENGINE = 'engine'  # the role of servers, also of those that somebody has started by hand
+ENGINE = 'engine'  # the role of servers, also of servers started by hand
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerEntry:
-    """What a server says of itself."""
+    """A server's entry: its address, kind, liveness and facts."""
 
     name: str
     incarnation: int  # counts the servers of this name, from 1
@@ -37,8 +37,8 @@ class ServerEntry:
     is_leaving: bool = False  # it takes no further requests
     heartbeat: int | None = None  # changes while the server lives; None: it has none (rollout.urls)
     facts: ServerFacts = SAYS_NOTHING
-    receiver: str = ''  # 'http://host:port' of the program that makes its directories of weights; '' = none
-    token: str = ''  # with the incarnation it names this one process
+    receiver: str = ''  # 'http://host:port' of the program that writes its weight directories; '' = none
+    token: str = ''  # identifies the process, together with the incarnation
     index: int | None = None  # of the engine, in a run in roles
 
     @property
@@ -47,7 +47,7 @@ class ServerEntry:
 
     @property
     def holder(self) -> str:
-        """See Entry.holder; '' for a server that is in no registry."""
+        """The holder as in Entry.holder; '' for a server that is in no registry."""
         return f'{self.incarnation}-{self.token}' if self.token else ''
 
 
@@ -61,23 +61,23 @@ def describe_server(
     code: str = '',
     receiver: str = '',
 ) -> Entry:
-    """The entry of a server, for Registration; with url='' of one that is still being built."""
+    """Returns the entry of a server, for Registration; url='' if the server is still being built."""
     details = describe_facts(facts) | ({_RECEIVER: receiver} if receiver else {})
     return Entry(name, 0, '', url, kind, ENGINE, index, code=code, details=details)
 
 
 def describe_facts(facts: ServerFacts) -> dict[str, object]:
-    """The details of the entry of a server."""
+    """Returns the facts as details of a server's entry."""
     return {'facts': dataclasses.asdict(facts)}
 
 
 def read_registry(workdir: pathlib.Path) -> list[ServerEntry]:
-    """The servers by name; those that are still being built have no address and are left out."""
+    """Reads the servers by name; leaves out servers that are still being built, which have no address."""
     return [_read(entry) for entry in read_entries(workdir) if entry.role == ENGINE and entry.address]
 
 
 def read_address(address: str, clients: Sequence[ClientKind]) -> ServerEntry:
-    """The server of an element of rollout.urls, 'vllm+http://host:port'; raises UserError for what is no address."""
+    """Parses an element of rollout.urls, 'vllm+http://host:port'; raises UserError if it is no address."""
     known = [client.name for client in clients if client.has_address]
     found = re.fullmatch(r'(\w+)\+(https?://[^/?#\s]+)/?', address)
     if found is None or found[1] not in known:
@@ -94,36 +94,36 @@ def _read(entry: Entry) -> ServerEntry:
 
 
 def _read_facts(given: Any) -> ServerFacts:
-    """Facts that this version does not know are left out."""
+    """Reads facts; leaves out facts that this version of the code does not know."""
     known = {field.name for field in dataclasses.fields(ServerFacts)}
     return ServerFacts(**{name: v for name, v in given.items() if name in known} if isinstance(given, Mapping) else {})
 
 
-# Tells the pool which servers there are, from what the registry says at each look.
+# Tells the pool which servers there are, by polling the registry.
 #
-# app/ gives it the function that reads the registry, or the list of rollout.urls, and the one that makes a client.
+# app/ gives it the function that reads the registry, or the list of rollout.urls, and the function that makes a client.
 
 
 @dataclasses.dataclass
 class _Seen:
-    """A server at the last look."""
+    """A server at the last poll."""
 
     engine: str  # its name in the pool
     order: Order
     heartbeat: int | None
-    beaten_s: float  # clock seconds of the look that saw the heartbeat change
-    is_silent: bool = False  # and the pool knows
-    is_gone: bool = False  # it said that it is leaving, or its entry is gone
+    beaten_s: float  # clock seconds of the poll that saw the heartbeat change
+    is_silent: bool = False  # and the pool was told
+    is_gone: bool = False  # it said that it is leaving, its entry is gone, or the run cannot use it
 
 
 class RegistryWatch:
-    """One coroutine: looks every `every_s`, on the lane `registry`.
+    """Polls the registry every `every_s` in one coroutine, on the lane `registry`.
 
     Args:
-      read: gives the entries; runs on the lane.
-      make_engine: the client of a server; later servers of the same name get a client of the same name. Raises
+      read: returns the entries; runs on the lane.
+      make_engine: makes the client of a server; later servers of the same name get a client of the same name. Raises
         UserError for a server that the run cannot use.
-      patience_s: a server whose heartbeat does not change for so long gets no requests until it answers.
+      patience_s: a server whose heartbeat does not change for this long gets no requests until it answers.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class RegistryWatch:
         self._clock, self._pool, self._read, self._make_engine = clock, pool, read, make_engine
         self._every_s, self._patience_s = every_s, patience_s
         self._seen: dict[str, _Seen] = {}
-        self._refused: tuple[UserError, float] | None = None  # the first server that was, and when
+        self._refused: tuple[UserError, float] | None = None  # the error of the first refused server, and when
         self._never = clock.event('next look at the registry')
 
     async def run(self) -> None:
-        """Looks for ever.
+        """Polls forever.
 
-        A server that the run cannot use is refused: the pool is told, and it gets no work. Where no other one has come
-        after the patience, the UserError that names the first of them is raised.
+        A server that the run cannot use is refused: the pool is told, and the server gets no work. If no usable server
+        has come within `patience_s`, raises the UserError that names the first refused server.
         """
         while True:
             entries = await self._clock.run(lanes.REGISTRY, self._read, Work('registry'))
@@ -173,11 +173,11 @@ class RegistryWatch:
         elif entry.heartbeat != seen.heartbeat:
             seen.heartbeat, seen.beaten_s, seen.is_silent = entry.heartbeat, now_s, False
         elif entry.heartbeat is not None and not seen.is_silent and now_s - seen.beaten_s > self._patience_s:
-            seen.is_silent = True  # told once: from now on it is asked
+            seen.is_silent = True  # told once: from now on the keeper asks it
             self._pool.suspect(seen.engine, f'no heartbeat for {now_s - seen.beaten_s:.1f} s')
 
     def _note_new(self, entry: ServerEntry, now_s: float) -> None:
-        """An entry may be the rest of a dead server: it joins, and gets work when it has answered."""
+        """Joins a new server. The entry may be left over from a dead one: it gets work only once it has answered."""
         before = self._seen.get(entry.name)
         if before is not None and before.engine and entry.incarnation == before.order[0]:
             self._pool.remove(before.engine, 'another process that started at the same time has its name')
@@ -194,7 +194,7 @@ class RegistryWatch:
             seen.engine, seen.is_gone = engine.name, False
 
     def _require_usable(self) -> None:
-        """Raises the error of a refused server where there was never one that the run can use."""
+        """Raises the error of a refused server if `patience_s` has passed without a usable one."""
         if self._refused is None or any(seen.engine for seen in self._seen.values()):
             return
         error, since_s = self._refused

@@ -1,4 +1,4 @@
-"""The engines of a run that are servers in other processes: they join, leave, die, hang and return while it goes on.
+"""A pool of engines that are servers in other processes: they join, leave, die, hang and return during the run.
 
 The controller and the workflows use it like pool.Pool, whose engines are in this process and whose failures end the
 run. member.py is an engine with its requests, keeper.py brings engines into service.
@@ -35,7 +35,7 @@ class Placement:
     Args:
       members: the engines of the pool by name; the pool changes it.
       max_retries: see ServerSettings.
-      distrust: called with an engine that delivered what cannot be, and the fault.
+      distrust: called with an engine that delivered an impossible segment, and the fault.
       note_failure: called with an engine that failed a request, and the cause; before the request moves.
     """
 
@@ -55,18 +55,18 @@ class Placement:
         self._distrust, self._note_failure = distrust, note_failure
         self.ledger = Ledger()
         self._open: dict[str, MovingRequest] = {}  # by id, in the order of arrival
-        self._waiting: dict[str, MovingRequest] = {}  # those that no engine has
+        self._waiting: dict[str, MovingRequest] = {}  # requests that no engine has
         self._is_held = False
 
     # Engines.
 
     def add_engine(self, member: Member) -> None:
-        """Requests may go there."""
+        """Lets requests go to the engine."""
         self.ledger.add_engine(member.name)
         self.place_waiting()
 
     def withdraw_engine(self, member: Member) -> None:
-        """No new request goes there."""
+        """Stops new requests from going to the engine."""
         if self.ledger.is_routed(member.name):
             self.ledger.withdraw_engine(member.name)
 
@@ -76,12 +76,12 @@ class Placement:
             self.ledger.remove_engine(member.name)
 
     def move_all(self, member: Member, reason: str, *, is_failure: bool) -> None:
-        """The requests of an engine that was withdrawn go on elsewhere."""
+        """Moves the requests of a withdrawn engine to other engines."""
         for moving in list(member.requests.values()):
             self._move(moving, reason, is_failure=is_failure)
 
     def hold(self) -> None:
-        """Requests wait until `release`."""
+        """Makes requests wait until `release`."""
         self._is_held = True
 
     def release(self) -> None:
@@ -89,7 +89,7 @@ class Placement:
         self.place_waiting()
 
     def place_waiting(self) -> None:
-        """Sends what waits to the engines that serve, lowest draw first."""
+        """Sends waiting requests to serving engines, lowest draw first."""
         if self._is_held:
             return
         waiting, self._waiting = self._waiting, {}
@@ -99,7 +99,7 @@ class Placement:
     # Requests.
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> MovingRequest:
-        """Starts the request, on the engine `prefer` if that serves; it waits where none does."""
+        """Starts the request, on the engine `prefer` if that serves; it waits if no engine does."""
         if request.version is not None:
             raise RuntimeError('servers keep no earlier versions; app/ refuses what needs them')
         if request.request_id in self._open:
@@ -120,18 +120,18 @@ class Placement:
             self.cancel(moving.request)
 
     def open_requests(self) -> int:
-        """Those that an engine has, and those that wait for one."""
+        """The number of open requests: on an engine, or waiting for one."""
         return len(self._open)
 
     def state(self) -> dict[str, Any]:
-        """Nothing: a resumed run measures its servers anew, which may be others."""
+        """Returns {}: a resumed run measures its servers again, because they may be other ones."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         pass
 
     def order(self) -> list[tuple[str, int, int]]:
-        """Engine by engine, first come first; then those that wait for an engine, under ''."""
+        """Lists requests engine by engine, in the order of arrival; then those that wait for an engine, under ''."""
         placed = [(name, moving) for name, member in self._members.items() for moving in member.requests.values()]
         found = [*placed, *(('', moving) for moving in self._waiting.values())]
         return [(name, moving.request.draw, moving.request.sample) for name, moving in found]
@@ -151,14 +151,14 @@ class Placement:
         moving.pump = self._supervisor.start(f'{name}: request {request.request_id}', pump)
 
     def _choose(self, request: GenerationRequest, prefer: str, avoid: str) -> str | None:
-        """All samples of a group and all turns of an answer on one engine, while it serves."""
+        """Chooses the engine: the same for all samples of a group and all turns of an answer, while it serves."""
         for name in (prefer, self.ledger.engine_of_group(request)):
             if name and name != avoid and self.ledger.is_routed(name):
                 return name
         return self.ledger.least_outstanding(avoid)
 
     async def _pump(self, moving: MovingRequest, entry: Entry, member: Member, generation: Generation) -> None:
-        """Takes what the engine delivers; cancelled when the request leaves the engine."""
+        """Takes the segments that the engine delivers; is cancelled when the request leaves the engine."""
         try:
             async for segment in generation:
                 if fault := find_fault(segment, moving.lowest_version, member.highest_version, moving.room_tokens):
@@ -168,7 +168,7 @@ class Placement:
                 self.ledger.note_generated(entry, len(segment.tokens))
         except (RemoteError, TimeoutError) as error:
             self._note_failure(member, str(error))
-            if moving.entry is entry:  # it has not moved with all others
+            if moving.entry is entry:  # it has not moved already with the engine's other requests
                 self._move(moving, str(error), is_failure=True)
             return
         reason = generation.finish_reason
@@ -182,7 +182,7 @@ class Placement:
         left = moving.engine
         self._detach(moving)
         if left in self._members:
-            self._members[left].engine.cancel(moving.request.request_id)  # it may go on with it
+            self._members[left].engine.cancel(moving.request.request_id)  # it may still be generating
         if (finish := moving.end_in_received()) is not None:
             self._end(moving, finish)
             return
@@ -207,7 +207,7 @@ class Placement:
         moving.end(reason)
 
     def _detach(self, moving: MovingRequest) -> None:
-        """The engine that has the request has it no more; nothing where none has."""
+        """Takes the request from its engine; does nothing if no engine has it."""
         if moving.entry is None:
             return
         assert moving.pump is not None
@@ -221,7 +221,7 @@ class Placement:
 
 
 _CLOSE_S = 5.0
-_LOOK_S = 0.2  # between two looks at how many serve
+_LOOK_S = 0.2  # between two counts of the serving engines
 _Withdrawn = Literal['syncing', 'unknown', 'quarantined']
 _Out = Literal['syncing', 'unknown', 'quarantined', 'gone']
 
@@ -233,9 +233,9 @@ class ServerPool:
 
     Args:
       published: the weights that engines get first.
-      score: see probe.Score.
+      score: see keeper.Score.
       on_no_server: called with a sentence when no engine has served for `settings.no_server_s`.
-      requirements: what every engine must be able to do; `join` raises EngineError, naming it, where one cannot.
+      requirements: abilities of every engine; `join` raises EngineError, naming the engine, if it lacks any.
       warn: called with a sentence for the user.
     """
 
@@ -277,7 +277,7 @@ class ServerPool:
     # Engines: server_entries.py calls these.
 
     def join(self, engine: RemoteEngine, incarnation: int, url: str) -> None:
-        """Takes in an engine; a later incarnation replaces an earlier one, and an earlier one is ignored."""
+        """Adds an engine; a later incarnation replaces an earlier one, and an earlier one is ignored."""
         known = self._members.get(engine.name)
         if known is not None:
             if incarnation <= known.incarnation:
@@ -297,7 +297,7 @@ class ServerPool:
         member.keeper = self._supervisor.start(f'{name}: keeper', keeper.run())
 
     def leave(self, name: str, reason: str) -> None:
-        """The engine gets no further requests and is removed when it has none, or at the deadline of the settings."""
+        """Sends the engine no further requests, and removes it when its requests have ended, or after `drain_s`."""
         member = self._members.get(name)
         if member is None or member.is_leaving:
             return
@@ -311,7 +311,7 @@ class ServerPool:
         self._settled.set()
 
     def remove(self, name: str, reason: str) -> None:
-        """The engine is gone; requests that it has go elsewhere. Nothing for an unknown name."""
+        """Removes an engine that is gone; its requests move to other engines. Does nothing for an unknown name."""
         member = self._members.pop(name, None)
         if member is None:
             return
@@ -323,18 +323,18 @@ class ServerPool:
         self._supervisor.start(f'{name}: close', member.engine.close())
 
     def note_refused(self, name: str, reason: str) -> None:
-        """The run cannot use the server that registered as `name`."""
+        """Notes that the run cannot use the server that registered as `name`."""
         self._refused[name] = reason
         self._log.write('engine_state', engine=name, state='refused', reason=reason)
         self._warn(f'a server is refused: {reason}')
 
     def suspect(self, name: str, reason: str) -> None:
-        """The engine is silent: it gets no requests until it answers."""
+        """Takes a silent engine out of service until it answers."""
         if (member := self._members.get(name)) is not None:
             self.withdraw(member, 'unknown', reason)
 
     def quarantine(self, name: str, reason: str) -> None:
-        """What the engine generates is wrong: it gets no requests until it has answered another probe."""
+        """Takes an engine with wrong output out of service until it has passed another probe."""
         if (member := self._members.get(name)) is not None:
             self.withdraw(member, 'quarantined', reason)
 
@@ -342,10 +342,10 @@ class ServerPool:
         return [member.engine.status() for member in self._members.values()]
 
     async def await_serving(self, count: int, deadline_s: float, stop: Event, patience_s: float = math.inf) -> int:
-        """Waits until so many engines serve, `stop` is set or the deadline has passed; returns how many serve.
+        """Waits until `count` engines serve, `stop` is set or the deadline has passed; returns how many serve.
 
         Args:
-          patience_s: after so long one engine is enough.
+          patience_s: after this time one engine is enough.
         """
         begun_s = self._clock.now()
         end_s, few_s = begun_s + deadline_s, begun_s + patience_s
@@ -380,7 +380,7 @@ class ServerPool:
     # Weights and pauses.
 
     def offer(self, published: PublishedWeights) -> None:
-        """Every engine gets the version as soon as it can."""
+        """Sets the target: every engine gets this version as soon as it can."""
         self.target = published
         for member in self._members.values():
             member.news.set()
@@ -388,11 +388,11 @@ class ServerPool:
     async def load_weights(self, published: PublishedWeights) -> float:
         """Returns when every serving engine has acknowledged the version, refused it or is out of service.
 
-        An engine that is not at the version by then gets it from its keeper as soon as it can.
+        An engine that does not hold the version by then gets it from its keeper as soon as it can.
         """
         asked = [member for member in self._members.values() if member.state == 'serving']
         self.offer(published)
-        for one in asked:  # one after another: to look at all of them at each answer would cost their number squared
+        for one in asked:  # in turn: checking all of them at each answer would be quadratic
             while one.state == 'serving' and one.settled_version != published.version:
                 self._settled.clear()
                 await self._clock.wait(self._settled)
@@ -405,7 +405,7 @@ class ServerPool:
         raise RuntimeError('servers keep no earlier versions; app/ refuses what needs them')
 
     def pinned_versions(self) -> Sequence[int]:
-        """Those that an engine without an answer may still be reading."""
+        """The versions that engines, also unresponsive ones, may still be reading."""
         return tuple(dict.fromkeys(one.reading for one in self._members.values() if one.reading is not None))
 
     async def pause(self) -> None:
@@ -437,9 +437,9 @@ class ServerPool:
         self._placement.release()
 
     async def close(self) -> None:
-        """Ends the pauses of all engines, and lets them go: at the end of a run, however it ends.
+        """Ends the pauses of all engines and closes their clients, at every end of a run.
 
-        Waits for _CLOSE_S at most: a lease ends what is left of a pause.
+        Waits for _CLOSE_S at most: any pause that is left ends when its lease lapses.
         """
         for member in self._members.values():
             if member.keeper is not None:
@@ -483,10 +483,10 @@ class ServerPool:
         self._placement.add_engine(member)
 
     def _note_failure(self, member: Member, reason: str) -> None:
-        """Of a request. Others go elsewhere until the keeper has asked the engine how it is.
+        """Notes a failed request. New requests avoid the engine until its keeper has made a health check.
 
-        Requests that fail until then count as one: a lost connection fails all that it carries. No failure is a sign of
-        wrong answers: an engine that fails too often is asked, fenced and probed, not suspected of a lie.
+        Further failures before that check count as one: a lost connection fails all its requests. A failure does not
+        mean wrong answers: an engine that fails too often is asked, fenced and probed, not quarantined.
         """
         if member.state != 'serving' or member.is_suspect:
             return
@@ -535,7 +535,7 @@ async def _act_on_each(
     act: Callable[[Member], Coroutine[object, object, None]],
     deadline_s: float | None = None,
 ) -> None:
-    """Does it to all members at the same time; returns when it is done, or at the deadline."""
+    """Runs `act` on all members at the same time; returns when all are done, or at the deadline."""
     done, left = clock.event(f'{action} of every engine'), len(members)
 
     async def run(member: Member) -> None:

@@ -1,4 +1,4 @@
-"""The implementations of CacheAttention: on which hardware each runs, what it can compute, and how one is chosen."""
+"""The implementations of CacheAttention: the hardware, dtypes and features of each, and the choice between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
 
 class NativeAttention:
-    """contract.CacheAttention; float32 only. Raises AttentionError where the machine can not compile the kernels."""
+    """loops.CacheAttention in C++ kernels; float32 only. Raises AttentionError if the machine can not compile them."""
 
     name = 'native'
 
@@ -55,7 +55,7 @@ class NativeAttention:
         lengths: jax.Array,
         window: int | None,
     ) -> jax.Array:
-        """`attend` for rows that may share a table: row b's begins at starts[b], int32 [B], in `tables`, [M]."""
+        """Does `attend` for rows that may share a table: row b's begins at starts[b], int32 [B], in `tables`, [M]."""
         attend = jax.ffi.ffi_call(library.ATTEND, jax.ShapeDtypeStruct(q.shape, q.dtype))
         return attend(q, *layer, tables, starts, lengths, window=window or 0)
 
@@ -74,7 +74,7 @@ _FLOATS = ('float32', 'bfloat16', 'float16')
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What an engine needs of attention; sizes of one device."""
+    """An engine's requirements on attention; sizes are of one device."""
 
     heads: int
     kv_heads: int
@@ -87,13 +87,13 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """What one supports, and how it is made for an engine."""
+    """An implementation's capabilities, and the function that makes it for an engine."""
 
     make: Callable[[Demand], CacheAttention]
     platforms: tuple[str, ...]  # of a jax.Device; empty = any
     dtypes: tuple[str, ...]
     windows: bool
-    is_kernel: bool  # compiled apart from XLA: it runs only where it passes the check
+    is_kernel: bool  # not compiled by XLA: it runs only if it passes the check
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     max_head_dim: int | None = None
 
@@ -130,12 +130,12 @@ _PREFERRED = {
 
 
 def choose_implementation(impl: str, demand: Demand, device: jax.Device, excluded: Collection[str] = ()) -> str:
-    """The name of the implementation to use: the best one for 'auto', else `impl`, if it can do what is needed.
+    """Returns the name of the implementation to use: for 'auto' the best, else `impl` if it meets the demand.
 
     Args:
-      excluded: those that 'auto' passes over.
+      excluded: names that 'auto' skips.
 
-    Raises AttentionError, naming what `impl` lacks and one that has it.
+    Raises AttentionError, naming what `impl` lacks and the implementations that have it.
     """
     if impl == 'auto':
         names = (*_PREFERRED.get(device.platform, ()), 'gather')
@@ -152,7 +152,7 @@ def choose_implementation(impl: str, demand: Demand, device: jax.Device, exclude
 
 
 def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
-    """The first thing that the implementation lacks, as the end of a sentence; None = it has all."""
+    """Names the first requirement that the implementation lacks, as the end of a sentence; None = it has all."""
     found, dtype = IMPLEMENTATIONS[name], jnp.dtype(demand.dtype).name
     if found.platforms and device.platform not in found.platforms:
         return f'does not run on {device.platform!r} (only {", ".join(found.platforms)})'
@@ -168,30 +168,30 @@ def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
 
 
 def _capability(device: jax.Device) -> tuple[int, int] | None:
-    """Of a CUDA device; None for others."""
+    """Returns the compute capability of a CUDA device; None for others."""
     major, _, minor = str(getattr(device, 'compute_capability', '')).partition('.')
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 # The check of a decode attention at start-up, on the device, in the dtype and with the heads and blocks of the run.
 #
-# It runs when the backend chooses one. Kernels were written without a device at hand, and one that reads a wrong page
-# or a masked position would decode on, only worse.
+# It runs when the backend chooses an implementation. Kernels were written without a device at hand, and a kernel that
+# reads a wrong page or a masked position would still decode, only worse.
 
 
-TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
+TABLE_BLOCKS = 4  # length of the check's tables, for implementations that are made for one table length
 ROWS = 8  # sequences of the check
-_FREE_BLOCKS = 2  # not used by any row: they hold NaN, like all that belongs to no sequence
+_FREE_BLOCKS = 2  # not used by any row: they hold NaN, like every position outside the sequences
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
 _ALLOWED_FLOAT32_ON_CPU = 1e-4
 
 
 def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[CacheAttention, tuple[str, ...]]:
-    """(the attention to use on this device, why 'auto' rejected faster ones); see choose.choose_implementation.
+    """Returns (the attention for this device, why 'auto' rejected faster ones); see choose_implementation.
 
-    Programs in plain JAX, which run everywhere, are not checked. Raises AttentionError where a kernel that was asked
-    for by name fails its check.
+    Programs in plain JAX, which run everywhere, are not checked. Raises AttentionError if a kernel that was requested
+    by name fails its check.
     """
     rejected: dict[str, str] = {}
     while True:
@@ -208,14 +208,14 @@ def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[Cache
 
 
 def self_check(attention: CacheAttention, demand: Demand, device: jax.Device) -> float:
-    """Compares rows of several lengths with a dense float64 softmax, and raises where they differ.
+    """Compares rows of several lengths with a dense float64 softmax, and raises if they differ.
 
-    The rows share their first block two by two; their blocks lie in random order; all that belongs to no row holds NaN;
-    one block is a copy. Both `attend`, without and, if the demand has one, with a window, and `read` are compared.
+    Pairs of rows share their first block; blocks are in random order; positions of no row hold NaN; one block is a
+    copy. `read` is compared, and `attend` without a window and, if the demand has windows, with one.
 
     Returns the largest error, relative to the largest value.
 
-    Raises AttentionError, naming the implementation, what differs, by how much and what to use instead.
+    Raises AttentionError, naming the implementation, the difference, its size and the alternative.
     """
     case = _make_case(demand)
     try:
@@ -246,7 +246,7 @@ _WAY_OUT = "use 'gather', which runs everywhere"
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Rows over blocks. N tokens are written: every position of every block once."""
+    """The check's rows over blocks; every position of every block is written once."""
 
     q: np.ndarray  # [B, H, D]
     k: np.ndarray  # [blocks, T, K, D], NaN where no row reads
@@ -257,12 +257,12 @@ class _Case:
     windows: tuple[int | None, ...]
 
     def read(self) -> np.ndarray:
-        """[2, 2 T, K, D]: keys and values of the source and the target."""
+        """Returns the keys and values of the source and the target, [2, 2 T, K, D]."""
         source = list(self.copied[:1]) * 2
         return np.stack([x[source].reshape(-1, *x.shape[2:]) for x in (self.k, self.v)]).astype(np.float64)
 
     def attend(self, window: int | None) -> np.ndarray:
-        """By definition, float64 [B, H, D]; 0 for a row without positions."""
+        """Computes attention by its definition, float64 [B, H, D]; 0 for a row without positions."""
         out = np.zeros(self.q.shape)
         for row, length in enumerate(self.lengths):
             first = 0 if window is None else max(0, length - window)
@@ -307,7 +307,7 @@ def _make_case(demand: Demand) -> _Case:
 
 
 def _run(attention: CacheAttention, case: _Case, demand: Demand) -> tuple[jax.Array, list[jax.Array]]:
-    """(keys and values of the copied block and its source [2, 2 T, K, D], out [B, H, D] for each window)."""
+    """Returns (keys and values of the copied block and its source [2, 2 T, K, D], out [B, H, D] for each window)."""
     blocks, tokens = case.k.shape[:2]
     block, offset = (index.astype(np.int32).ravel() for index in np.indices((blocks, tokens)))
 
@@ -328,7 +328,7 @@ def _run(attention: CacheAttention, case: _Case, demand: Demand) -> tuple[jax.Ar
 def _compare(
     name: str, what: str, found: np.ndarray, expected: np.ndarray, dtype: jax.typing.DTypeLike, device: jax.Device
 ) -> float:
-    """The largest error, relative to the largest expected value."""
+    """Returns the largest error relative to the largest expected value; raises AttentionError if it is too large."""
     kind = jnp.dtype(dtype).name
     allowed = _ALLOWED_FLOAT32_ON_CPU if (kind, device.platform) == ('float32', 'cpu') else _ALLOWED[kind]
     error = float(np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max())

@@ -1,10 +1,10 @@
 """Attention over blocks for CPUs: loops over the blocks that the rows hold, with a softmax corrected block by block.
 
-Rows that share a loop (a chunk) read as many blocks as the longest of them holds; rows come sorted by length, so that
-they hold about as many. Chunks are small among the longest rows, where lengths differ most, and larger among the
-others, where they save iterations.
+Rows that share a loop (a chunk) read as many blocks as the longest of them holds; rows are sorted by length, so that
+rows of a chunk are about equally long. Chunks are small for the longest rows, where lengths differ most, and larger for
+the other rows, to save iterations.
 
-Layout: keys [blocks, K, D, T], values [blocks, K, T, D], so that both products have the summed axis where XLA's CPU
+Layout: keys [blocks, K, D, T], values [blocks, K, T, D]: in both products the summed axis is the one that XLA's CPU
 product reads fastest. Shapes as in CacheAttention; R rows of a chunk, G = H / K.
 """
 
@@ -19,54 +19,54 @@ import jax.numpy as jnp
 from jax import lax
 
 LayerCache = tuple[jax.Array, ...]  # keys and values of one layer, in the implementation's layout
-Cache = tuple[LayerCache, ...]  # one entry a layer: XLA would copy an array of all layers when one is written
+Cache = tuple[LayerCache, ...]  # one entry per layer: XLA would copy an array of all layers when one is written
 
 
 class CacheAttention(Protocol):
-    """Attention of one token a row over the blocks of its sequence, and what else touches the cache's layout."""
+    """Attention of one token per row over the blocks of its sequence, and all operations on the cache's layout."""
 
     @property
     def name(self) -> str: ...
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
-        """Zeros."""
+        """Returns a layer of zeros."""
         ...
 
     def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
-        """The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n], int32 [N]; in place."""
+        """Writes k, v [N, K, D] of token n at position offsets[n] of block blocks[n], int32 [N], in place."""
         ...
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """k, v [C * T, K, D] of the listed blocks, int32 [C], one after the other."""
+        """Returns k, v [C * T, K, D] of the listed blocks, int32 [C], one after the other."""
         ...
 
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
     ) -> jax.Array:
-        """softmax(q k' / sqrt(D)) v over the first lengths[b] positions of row b: [B, H, D].
+        """Computes softmax(q k' / sqrt(D)) v over the first lengths[b] positions of row b: [B, H, D].
 
         Args:
           q: [B, H, D].
           tables: int32 [B, M]; position p of row b is in block tables[b, p // T].
           lengths: int32 [B], descending; 0 = a row of padding, for which any finite result is right.
-          window: number of last positions that are seen; None = all.
+          window: number of last positions that are visible; None = all.
 
-        What the cache holds beyond lengths[b], NaN included, has no influence.
+        Cache content beyond lengths[b], NaN included, has no influence.
         """
         ...
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
-        """int32: positions that `attend` reads for rows of these lengths without a window, masked ones included."""
+        """The positions (int32) that `attend` reads for rows of these lengths without a window, with masked ones."""
         ...
 
     def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
-        """The layer with each source block, int32 [C], copied to the target block beside it; in place."""
+        """Copies block sources[i] to block targets[i], both int32 [C], in place."""
         ...
 
 
 # Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
 #
-# The reference for the other implementations; it runs on hardware that has none of its own. Shapes as in
+# The reference for the other implementations, and the fallback for hardware without one. Shapes as in
 # CacheAttention, with S = M * T positions of a table row.
 
 
@@ -75,9 +75,9 @@ _MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 
 @dataclasses.dataclass(frozen=True)
 class GatherAttention:
-    """contract.CacheAttention; keys and values of a layer are [blocks, K, T, D]."""
+    """CacheAttention by a gather; keys and values of a layer are [blocks, K, T, D]."""
 
-    table_blocks: int  # M of the tables that are given: `attend` reads all of them
+    table_blocks: int  # M of the tables: `attend` reads all M blocks
     name = 'gather'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
@@ -125,7 +125,7 @@ class _Group(NamedTuple):
 
 
 class LoopAttention:
-    """contract.CacheAttention in plain XLA."""
+    """CacheAttention in plain XLA."""
 
     name = 'loops'
 
@@ -162,7 +162,7 @@ class LoopAttention:
 
 
 def _groups(rows: int) -> tuple[_Group, ...]:
-    """The chunks of so many rows: two groups, whose loops do not depend on each other and may run at the same time."""
+    """Splits `rows` into up to two groups of chunks, whose loops are independent and may run at the same time."""
     few = min(rows, 2 * _SMALL_CHUNK)
     groups = [_Group(0, few, _divisor(few, _SMALL_CHUNK))]
     if rows > few:
@@ -177,7 +177,7 @@ def _divisor(n: int, at_most: int) -> int:
 def _attend_group(
     q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None, group: _Group
 ) -> jax.Array:
-    """[stop - start, K, G, D] of scaled queries [B, K, G, D]."""
+    """Attends for the rows of a group: [stop - start, K, G, D] of scaled queries [B, K, G, D]."""
 
     def chunk(index: jax.Array, out: jax.Array) -> jax.Array:
         first = group.start + index * group.chunk
@@ -192,11 +192,11 @@ def _attend_group(
 def _attend_chunk(
     q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
 ) -> jax.Array:
-    """[R, K, G, D] of scaled queries [R, K, G, D], tables [R, M] and lengths [R].
+    """Attends for a chunk: [R, K, G, D] of scaled queries [R, K, G, D], tables [R, M] and lengths [R].
 
-    A block in which a row sees nothing does not change its result: the weights are exp(-1e30 - m) = 0 and what was
-    summed is multiplied by exp(0) = 1. Before the first block that a row sees, m = -1e30 and what is summed there is
-    multiplied by exp(-1e30 - m) = 0 later.
+    A block in which a row sees nothing does not change its result: the weights are exp(-1e30 - m) = 0, and the sums so
+    far are multiplied by exp(0) = 1. Before the first block that a row sees, m = -1e30, and the sums of those blocks
+    are multiplied by exp(-1e30 - m) = 0 later.
     """
     keys, values = layer
     block = keys.shape[-1]
@@ -221,4 +221,4 @@ def _attend_chunk(
     first = jnp.min(jnp.where(lengths > 0, starts, longest)) // block
     end = -(-longest // block)
     _, total, out = lax.fori_loop(first, end, fold, (zeros + _MASKED, zeros, jnp.zeros(q.shape, jnp.float32)))
-    return (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)  # 0: a chunk of padding alone
+    return (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)  # 0: all rows are padding

@@ -1,9 +1,9 @@
 """The paged attention kernel of jax for NVIDIA GPUs (Pallas, Triton lowering) behind CacheAttention.
 
-It runs only where the check of choose.py passes, as it does on an H200 with jax 0.11.2 (docs/gpu.md). Facts about
+It runs only if the check of choose.py passes, as it does on an H200 with jax 0.11.2 (docs/gpu.md). Facts about
 the kernel of jax 0.10 to 0.12: it has no scale and no window; it takes sizes that are powers of two; and it multiplies
 masked values by 0, which does not hide a NaN, so no value that is written here is NaN or infinite. Its module is
-deprecated since jax 0.11: where it is missing, the check fails and another implementation is chosen.
+deprecated since jax 0.11: if it is missing, the check fails and another implementation is chosen.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import jax.numpy as jnp
 
 from areal_jax.rollout.decode.attention.loops import LayerCache
 
-_TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much
+_TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much again
 _MOST_TILE_TOKENS = 64
 _MIN_SIZE = 16  # smallest axis of a product on tensor cores
 _SHORT_TOKENS = 4096  # of a context
 
 
 class Tuning(NamedTuple):
-    """How the kernel cuts its work; the result is the same to rounding."""
+    """The kernel's work split; results for different splits are equal up to rounding."""
 
     part_tokens: int  # of a sequence in one program
     warps: int  # of a program
-    stages: int  # tiles on their way from memory
+    stages: int  # tiles being loaded from memory
 
 
 def default_tuning(context_tokens: int, dim: int) -> Tuning:
-    """The fastest on an H200 (benchmarks.gpu, part `attention`), for tables of so many tokens.
+    """Returns the fastest tuning on an H200 (benchmarks.gpu, part `attention`), for tables of `context_tokens`.
 
-    Few tokens are cut into smaller parts, so that they fill all multiprocessors too: 64 rows of 1,024 took 49 us in
-    parts of 256 and 67 us in parts of 512, 64 rows of 16,240 took 470 and 451 us.
+    Short contexts are split into smaller parts, so that they fill all multiprocessors too: 64 rows of 1,024 took 49 us
+    in parts of 256 and 67 us in parts of 512, 64 rows of 16,240 took 470 and 451 us.
     """
     return Tuning(256 if context_tokens <= _SHORT_TOKENS else 512, 4 if dim <= 128 else 8, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasGpuAttention:
-    """contract.CacheAttention; keys and values of a layer are [K, blocks, T, D], D padded to a power of two.
+    """loops.CacheAttention; keys and values of a layer are [K, blocks, T, D], D padded to a power of two.
 
     A token with a NaN or infinity in its key or value gets a key of NaN and a value of zeros: a query that attends
     to the token gets NaN, and no other query does.
@@ -83,7 +83,7 @@ class PallasGpuAttention:
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
     ) -> jax.Array:
-        """See contract.CacheAttention. Raises ValueError for a window, which the kernel cannot express."""
+        """Attends as CacheAttention.attend; raises ValueError for a window, which the kernel cannot express."""
         if window is not None:
             raise ValueError(f"attention 'pallas_gpu' cannot express a sliding window ({window=}); use 'gather'")
         k, v = layer
@@ -101,7 +101,7 @@ class PallasGpuAttention:
         return out[..., : self.head_dim]
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
-        """Whole tiles of each row, of keys in 16 bits."""
+        """The positions of whole tiles of each row, with tiles for 16-bit keys."""
         tile = tile_tokens(padded_dim(self.head_dim), jnp.bfloat16)
         return jnp.sum(-(-lengths // tile) * tile, dtype=jnp.int32)
 
@@ -110,7 +110,7 @@ class PallasGpuAttention:
 
 
 def _pages_of(tables: jax.Array, pages_of_block: int, pages_of_part: int) -> jax.Array:
-    """int32 [B, pages]: the pages of all listed blocks, then page 0 up to whole parts; lengths leave it out."""
+    """Returns int32 [B, pages]: the pages of all listed blocks, padded to whole parts with page 0 (beyond lengths)."""
     pages = (tables[..., None] * pages_of_block + jnp.arange(pages_of_block, dtype=jnp.int32)).reshape(len(tables), -1)
     return jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % pages_of_part)))
 
@@ -126,7 +126,7 @@ def tile_tokens(dim: int, dtype: jax.typing.DTypeLike) -> int:
 
 
 def _pad_dim(x: jax.Array, dim: int) -> jax.Array:
-    """[..., D] with zeros up to `dim`."""
+    """Pads [..., D] with zeros to size `dim`."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, dim - x.shape[-1]),))
 
 

@@ -1,7 +1,7 @@
 """The ragged paged attention kernel of jax for TPUs behind CacheAttention.
 
-It was written without a device, so it runs only where the check of choose.py passes. Facts about the kernel of jax
-0.10 to 0.12: keys and values of a token lie interleaved by head in one array; head sizes are multiples of 128; the
+It was written without a device, so it runs only if the check of choose.py passes. Facts about the kernel of jax
+0.10 to 0.12: keys and values of a token are interleaved by head in one array; head sizes are multiples of 128; the
 numbers of heads must fill whole tiles; a sequence without positions breaks the chain of its copies from memory, so rows
 of padding are left out or read one position.
 """
@@ -22,9 +22,9 @@ _MOST_QUERIES = 8  # rows in one step of the grid: the kernel computes the score
 
 @dataclasses.dataclass(frozen=True)
 class PallasTpuAttention:
-    """contract.CacheAttention; a layer is one array [blocks, T, 2 K', D'] of key, value, key, value, ... by head.
+    """loops.CacheAttention; a layer is one array [blocks, T, 2 K', D'] of key, value, key, value, ... by head.
 
-    K' and D' are padded to what the kernel takes. The kernel reads the positions before a window too, and masks them.
+    K' and D' are padded to sizes that the kernel takes. Positions before a window are read too, and masked.
 
     Args:
       kv_heads, head_dim: K and D of the model, on one device.
@@ -53,7 +53,7 @@ class PallasTpuAttention:
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
     ) -> jax.Array:
-        # imported here, so that where a version of jax lacks the module the check of choose.py says so
+        # imported here, so that the check of choose.py reports a version of jax that lacks the module
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         (pages,) = layer
@@ -77,7 +77,7 @@ class PallasTpuAttention:
         return jnp.where((lengths > 0)[:, None, None], out.reshape(q.shape), 0)
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
-        """Whole tiles of each row."""
+        """The positions of whole tiles of each row."""
         tile = max(1, _TILE_TOKENS // block_tokens) * block_tokens
         return jnp.sum(-(-lengths // tile) * tile, dtype=jnp.int32)
 
@@ -91,5 +91,5 @@ def padded_dim(head_dim: int) -> int:
 
 
 def padded_heads(heads: int) -> int:
-    """1, 2, 4 or a multiple of 8: whole tiles of pairs of key and value, in 32 and in 16 bits."""
+    """Rounds up to 1, 2, 4 or a multiple of 8: whole tiles of pairs of key and value, in 32 and in 16 bits."""
     return next((size for size in (1, 2, 4) if heads <= size), heads + -heads % 8)

@@ -1,5 +1,5 @@
-"""Engines of others as engines of this project: servers that speak SGLang's or vLLM's protocol.
+"""Adapters that make servers with SGLang's or vLLM's protocol engines of this project.
 
-`engine.ServerEngine` drives one `server.Server`, which speaks a `dialect.Dialect` (`sglang`, `vllm`) over a
+`engine.ServerEngine` drives one `server.Server`, which speaks a `connection.Dialect` (`sglang`, `vllm`) over a
 `connection.Connection`.
 """

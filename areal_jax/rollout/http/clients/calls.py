@@ -1,4 +1,4 @@
-"""What a request asks of a server: the rest of its answer, as one call."""
+"""Makes the call that asks a server for the rest of a request's answer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from areal_jax.types import GenerationRequest, concatenate
 
 
 class ServerRequest(GrowingAnswer):
-    """The iteration raises RequestFailedError after the segments that came, where the rest of the answer is lost."""
+    """A request on a server; if the rest of the answer is lost, raises RequestFailedError after its segments."""
 
     def __init__(self, request: GenerationRequest, clock: Clock, engine: str):
         super().__init__(request, clock, engine)
         self.wire_id = ''  # of the call under way
-        self.versions: list[int] = []  # of the weights that the call has lived under, in order
-        self.vain_calls = 0  # in a row that were aborted by somebody else before their first token
+        self.versions: list[int] = []  # of the weights in use during the call, in order
+        self.vain_calls = 0  # in a row that the server or another client aborted before their first token
 
 
 NO_FORMS: Mapping[str, ColumnForm] = {}
-_SEED_MASK = 2**31 - 1  # what every server takes
+_SEED_MASK = 2**31 - 1  # largest seed that every server takes
 
 
 def make_call(
@@ -39,11 +39,11 @@ def make_call(
     streams: bool,
     forms: Mapping[str, ColumnForm] = NO_FORMS,
 ) -> Call:
-    """The call for what is left of the answer; `generated` int32 [n] is the answer so far, its prefix included.
+    """Makes the call for the rest of the answer; `generated` int32 [n] is the answer so far, its prefix included.
 
-    A seed is of the request and of the position: with the request's alone, the rest of an answer would be drawn with
-    the noise of its beginning. `forms` are of the columns of the model that are wanted; they come with whole replies,
-    since most servers have none in their events.
+    The seed depends on the request and the position: with the request alone, the rest of an answer would be drawn with
+    the noise of its beginning. `forms` are of the requested columns of the model; they need a reply that is not
+    streamed, because most servers have no columns in their events.
     """
     sampling = request.sampling
     parameters = CallSampling(
@@ -70,9 +70,9 @@ def make_call(
 def make_own_call(
     request: GenerationRequest, generated: np.ndarray, wire_id: str, forms: Mapping[str, ColumnForm] = NO_FORMS
 ) -> Call:
-    """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before.
+    """Makes the call for a server of this project, which uses the request's noise of the run at every position.
 
-    Columns of the model have the entries of a prompt in the first call for its answer.
+    Columns of the model include the prompt's entries in the first call for an answer only.
     """
     sampling, prompt = request.sampling, concatenate([request.prompt_tokens, generated], np.int32)
     parameters = CallSampling(
@@ -102,7 +102,7 @@ def make_own_call(
 
 
 def require_fit(request: GenerationRequest, engine: str, vocab_size: int, context_tokens: int) -> None:
-    """Raises UserError for a request that would harm the server or be cut in silence."""
+    """Raises UserError for a request that would harm the server or be truncated silently."""
     prompt, sampling = request.prompt_tokens, request.sampling
     asked = len(prompt) + sampling.max_new_tokens
     if not len(prompt) or asked > context_tokens:
@@ -129,7 +129,7 @@ def require_plain(request: GenerationRequest, engine: str) -> None:
 
 
 def require_own(request: GenerationRequest, engine: str) -> None:
-    """Raises UserError for what depends on the answer so far, which a call has as a part of its prompt."""
+    """Raises UserError for parameters that depend on the answer so far, which is a part of the call's prompt."""
     if request.sampling.adjusts or request.sampling.stop_strings:
         raise UserError(
             f'{engine} continues answers as a part of their prompts, where penalties, biases, min_new_tokens and stop '
@@ -138,7 +138,7 @@ def require_own(request: GenerationRequest, engine: str) -> None:
 
 
 def make_probe() -> Call:
-    """One greedy token after a prompt that every vocabulary has: what it is does not matter."""
+    """Makes a call for one greedy token, whatever it is, after a prompt that every vocabulary has."""
     return Call(
         prompts=(np.zeros(1, np.int32),),
         prompt_field='prompt',

@@ -1,4 +1,4 @@
-"""One server over HTTP: JSON out, JSON in. Its coroutines run on the I/O loop of the clock, and decode there."""
+"""The connection to one server over HTTP: JSON out, JSON in. Its coroutines run and decode on the clock's I/O loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_jax.rollout.http.wire import exchange
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, FinishWord, Piece, ReplyError
 from areal_jax.types import EngineCapabilities
 
-# aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
+# aiohttp raises a bare RuntimeError if the connection was closed on our side in the middle of a reply
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, RuntimeError)
 _Part = TypeVar('_Part')
 # A request on a connection that the server is closing is lost. uvicorn, under vLLM and SGLang, closes those that were
@@ -25,7 +25,7 @@ _SHOWN = 300  # characters of an error body that an error repeats
 
 
 class NoReplyError(Exception):
-    """No whole reply came: what was asked for may have been done, may be going on, or was not done."""
+    """No complete reply came: the action may be done, running or not done."""
 
 
 class StatusError(Exception):
@@ -38,38 +38,38 @@ class StatusError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a server answered."""
+    """A server's reply."""
 
     status: int
     text: str
     content: object  # decoded JSON; None if the text is not JSON
 
     def message(self) -> str:
-        """The sentence of an error body, in whichever place this server has it; else the text."""
+        """Returns the sentence of an error body, in any of the fields that servers use for it; else the text."""
         found: object = self.content
         for name in ('error', 'message', 'detail'):
             if isinstance(found, dict) and name in found:
                 found = found[name]
         text = found if isinstance(found, str) else self.text
         shown = ' '.join(text[: 2 * _SHOWN].split())[:_SHOWN]
-        return shown.encode(errors='replace').decode() or 'nothing'  # no half of a surrogate pair
+        return shown.encode(errors='replace').decode() or 'nothing'  # no lone surrogate
 
     def fields(self) -> exchange.Reply:
-        """Those of its JSON object, none where it has none."""
+        """Returns the fields of the JSON object; no fields if the content is not an object."""
         return exchange.Reply(self.content if isinstance(self.content, dict) else {})
 
 
 class Connection:
-    """Requests to one server, any number at the same time. The clock's calls have the deadlines.
+    """Sends requests to one server, any number at the same time. The clock's calls have the deadlines.
 
     Args:
       url: 'http://host:port'.
       api_key: sent as a bearer token; '' = none.
-      holder: the one process that requests are meant for, by its entry in the registry; another one at the same address
-        answers 409. '' = any process.
-      client: how this process names itself: the server obeys it as long as no other one has registered; '' = it has no
-        name, as clients of SGLang and vLLM.
-      idle_s: a connection that was idle for so long is not used again.
+      holder: the process that requests are meant for, by its entry in the registry; another process at the same
+        address answers 409. '' = any process.
+      client: name of this process: the server obeys it as long as no other client has registered; '' = no name, like
+        clients of SGLang and vLLM.
+      idle_s: a connection that was idle for this long is not used again.
     """
 
     def __init__(self, url: str, api_key: str = '', holder: str = '', idle_s: float = _IDLE_S, client: str = ''):
@@ -84,7 +84,7 @@ class Connection:
         self._is_closed = False
 
     async def request(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
-        """The reply, whatever its status; raises NoReplyError."""
+        """Returns the reply, whatever its status; raises NoReplyError."""
         try:
             async with self._open().request(method, self.url + path, json=body) as reply:
                 return _read(reply.status, await reply.text())
@@ -94,7 +94,7 @@ class Connection:
     async def stream(self, path: str, body: JsonObject, take: Callable[[str], None]) -> None:
         """Calls `take` with each line of a reply to POST as it comes.
 
-        Raises StatusError, NoReplyError where it is cut off, and what `take` raises.
+        Raises StatusError, NoReplyError if the stream is cut off, and errors of `take`.
         """
         async with await _unbroken(path, self._open().post(self.url + path, json=body)) as reply:
             if reply.status != 200:
@@ -106,7 +106,7 @@ class Connection:
                     take(_decode(path, line))
 
     async def require(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
-        """The reply where its status is 200; raises StatusError for another, NoReplyError without a reply."""
+        """Returns a reply with status 200; raises StatusError for another status, NoReplyError without a reply."""
         reply = await self.request(method, path, body)
         if reply.status != 200:
             raise StatusError(method, path, reply)
@@ -134,7 +134,7 @@ class Connection:
 
 
 async def _close_at_end(session: aiohttp.ClientSession) -> None:
-    """Closes what is still open when the loop ends, which cancels its tasks."""
+    """Closes the session when the loop ends, which cancels its tasks."""
     try:
         await asyncio.get_running_loop().create_future()
     finally:
@@ -142,7 +142,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> None:
 
 
 async def _unbroken(path: str, part: Awaitable[_Part]) -> _Part:
-    """A part of a stream; raises NoReplyError where it does not come."""
+    """Awaits a part of a stream; raises NoReplyError if it does not come."""
     try:
         return await part
     except _BROKEN as error:
@@ -168,12 +168,12 @@ def _read(status: int, text: str) -> Reply:
     return Reply(status, text, content)
 
 
-# What the engine asks of a server, in the words of either protocol. The coroutines run on the I/O loop.
+# The interface of a server's protocol. The coroutines run on the I/O loop.
 
 
-# A pause of the engine returns what was generated, and the rest is sent again afterwards. So does a swap of weights,
-# unless the server keeps answers over it: either way the KV of answers is rebuilt. The weights of a version are loaded
-# in the pause, none are kept beside them, and a cut softmax has no log-probs of its own in the replies.
+# A pause of the engine returns the generated tokens, and the rest is requested again afterwards. So does a swap of
+# weights, unless the server keeps answers over it: either way the KV of answers is rebuilt. The weights of a version
+# are loaded in the pause, the server keeps no second copy, and replies have no log-probs of a truncated softmax.
 CAPABILITIES = EngineCapabilities(
     logprobs=('behavior',),
     spans=True,
@@ -186,14 +186,14 @@ CAPABILITIES = EngineCapabilities(
 
 
 class UpdateError(Exception):
-    """The server says that an update failed, or names another version afterwards: its weights may be old or new."""
+    """The server reports a failed update, or another version afterwards: its weights may be old or new."""
 
 
 class Dialect(Protocol):
-    """One protocol. Every method raises connection.NoReplyError and StatusError.
+    """A client's side of one protocol. Every method raises NoReplyError and StatusError.
 
-    `seeds`: noise can be seeded for each request. `streams`: what came of an answer outlives its server.
-    `keeps_answers`: replies say which version drew which token, and `pause` can keep answers on the server; it may
+    `seeds`: noise can be seeded for each request. `streams`: received parts of an answer outlive its server.
+    `keeps_answers`: replies tell the version that drew each token, and `pause` can keep answers on the server; it may
     become true with the first reply.
     """
 
@@ -202,27 +202,27 @@ class Dialect(Protocol):
     keeps_answers: bool
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
-        """The one answer of the call; raises wire.exchange.ReplyError where its tokens cannot be trusted."""
+        """Returns the one answer of the call; raises wire.exchange.ReplyError if its tokens cannot be trusted."""
         ...
 
     async def stream(
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
-        """Calls `deliver` with what comes of the answer, in parts or at once; returns how it ended.
+        """Calls `deliver` with the answer, in parts or at once; returns how it ended.
 
-        Raises ReplyError where what was not delivered cannot be trusted.
+        Raises ReplyError if the undelivered rest cannot be trusted.
         """
         ...
 
     async def abort(self, connection: Connection, request_id: str) -> None:
-        """Ends the request with what it has; '' = every request. An unknown request is ignored."""
+        """Ends the request with its tokens so far; '' = every request. An unknown request is ignored."""
         ...
 
     async def pause(self, connection: Connection, keeps_answers: bool = False) -> None:
-        """Ends every request with what it has; later ones wait for `resume`.
+        """Ends every request with its tokens so far; later requests wait for `resume`.
 
-        With `keeps_answers`, for servers that can, none ends: after `resume` each goes on, under the weights of that
-        time and with its KV computed again.
+        With `keeps_answers`, if the server can, no request ends: after `resume` each continues under the weights of
+        that time, with its KV computed again.
         """
         ...
 
@@ -231,12 +231,12 @@ class Dialect(Protocol):
         ...
 
     async def update(self, connection: Connection, directory: str, version: str) -> None:
-        """While paused: loads the weights and names them, and reads the name back; may be sent again.
+        """Loads the weights while paused, names them, and reads the name back; may be sent again.
 
         Raises UpdateError.
         """
         ...
 
     async def ask_version(self, connection: Connection) -> str:
-        """What the server calls the weights that it serves; '' = it gives them no name."""
+        """Returns the server's name of its weights; '' = they have no name."""
         ...

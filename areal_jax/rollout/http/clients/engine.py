@@ -1,10 +1,10 @@
-"""A server of others as an engine: answers are calls, and new weights are files that it loads in a pause.
+"""A server of another project as an engine: answers are calls, and new weights are files that it loads in a pause.
 
-app/ builds it around a dialect and a connection, the pool drives it. A pause returns what was generated: such answers
-are delivered, wait here, and are continued under the weights of that time. So a token is of the version that was in use
-when its call was sent. Where the dialect keeps answers, new weights are loaded while calls are under way: a token is
-then of one of the versions that its call has lived under, and the reply says of which. Either way the server's own word
-is checked against that.
+app/ builds it around a dialect and a connection, the pool drives it. A pause returns the generated tokens: they are
+delivered, the requests wait here, and continue under the weights in use after the pause. So a token is of the version
+in use when its call was sent. If the dialect keeps answers, new weights are loaded while calls are under way: a token
+is then of one of the versions in use during its call, and the reply tells which. Either way the version that the server
+reports is checked against these.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, KvPo
 
 @dataclasses.dataclass(frozen=True)
 class ClientParts:
-    """What the client of one server is made of; `connect` of a config.kinds.ClientKind takes it.
+    """The parts of a client of one server; `connect` of a config.kinds.ClientKind takes them.
 
     Args:
       lanes: of the engine; the first is also its name.
-      locate: the directory of published weights, as the server finds it.
-      api_key: that the server asks for; '' = none.
+      locate: returns the directory of published weights, by the path that the server sees.
+      api_key: the server's; '' = none.
       kv_policy: rollout.kv_policy.
-      client: how the run names itself to servers that know leases.
+      client: name of the run for servers that know leases.
       lease_s: rollout.pause_lease_s.
     """
 
@@ -55,28 +55,28 @@ class ClientParts:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """Tokens that a server has sent, on their way from the I/O loop."""
+    """Tokens that a server has sent, passed from the I/O loop."""
 
     request: ServerRequest
     wire_id: str
-    versions: Sequence[int]  # of the weights in use when the call was sent, and of those that were loaded since
+    versions: Sequence[int]  # of the weights in use when the call was sent, then of weights loaded since
     pieces: Sequence[Piece]
 
 
-_CLOSE_S = 5.0  # for the end of a pause, when the engine is used no longer
-_STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted so much later
+_CLOSE_S = 5.0  # for the end of a pause, when the engine is no longer used
+_STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted after this time
 _VAIN_CALLS = 3
 
 
 class ServerEngine:
-    """Implements remote_engine.RemoteEngine.
+    """An engine on a server of another project; implements servers.member.RemoteEngine.
 
-    Its lanes are `engine/K`, as wide as `limits.slots` and one more, for calls, `publish/K` for loads of weights and
+    Its lanes are `engine/K`, as wide as `limits.slots` + 1, for calls, `publish/K` for loads of weights and
     `control/K`.
 
     Args:
       lanes: of the engine; the first is also its name.
-      locate: the directory of published weights, as the server finds it.
+      locate: returns the directory of published weights, by the path that the server sees.
       receiver: see Server.
     """
 
@@ -102,15 +102,15 @@ class ServerEngine:
             lane=self.name, control_lane=lanes.control, load_lane=lanes.publish, receiver=receiver,
         )  # fmt: skip
         self._supervisor: Supervisor | None = None
-        self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known
+        self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: not of this run, or not known
         self._staged: tuple[PublishedWeights, str] | None = None
         self._unsettled: tuple[PublishedWeights, str] | None = None  # whose load has an unknown outcome
         self._open: dict[str, ServerRequest] = {}  # in the order of arrival
-        self._waiting: dict[str, ServerRequest] = {}  # open ones that no call is under way for, in that order
+        self._waiting: dict[str, ServerRequest] = {}  # open ones without a call under way, in that order
         self._calls = itertools.count()
         self._under_way = 0  # calls
         self._is_held = False  # no call is sent: the server is paused, or about to be, or its weights are unknown
-        self._is_paused = self._is_swapping = False  # why
+        self._is_paused = self._is_swapping = False  # the reasons
         self._is_closed = False
         self._idle = clock.event(f'{self.name}: no call under way')
         self._arrivals = clock.inbox(f'{self.name}: streamed tokens')
@@ -121,7 +121,7 @@ class ServerEngine:
         self._supervisor = supervisor
         self._taker = supervisor.start(f'{self.name}: streamed tokens', self._take_arrivals())
 
-    # What the pool calls; protocols.RolloutEngine and remote_engine.RemoteEngine have the docstrings.
+    # What the pool calls; protocols.RolloutEngine and servers.member.RemoteEngine have the docstrings.
 
     def generate(self, request: GenerationRequest) -> ServerRequest:
         if request.version is not None:
@@ -147,7 +147,7 @@ class ServerEngine:
             self._start('abort', self._abort_call(request.wire_id))
 
     def open_requests(self) -> list[GenerationRequest]:
-        """Those on the server in the order of arrival, then those that wait here."""
+        """Lists the requests on the server in the order of arrival, then the waiting ones."""
         sent = [request for name, request in self._open.items() if name not in self._waiting]
         return [request.request for request in (*sent, *self._waiting.values())]
 
@@ -158,7 +158,7 @@ class ServerEngine:
         return EngineStatus(self.name, self._version, running, waiting, rate, where, self.hardware)
 
     async def stage(self, published: PublishedWeights) -> None:
-        """The files are there when this returns; the server loads them in `swap`."""
+        """Returns when the files are available; the server loads them in `swap`."""
         self._staged = published, await self._server.prepare(published, self._locate)
 
     async def swap(self, version: int) -> float:
@@ -193,7 +193,7 @@ class ServerEngine:
             await self._hold('question after an update', self._server.keeps_answers)
             await self._load(self._unsettled)
         if self._is_held:
-            await self._go_on()  # also from an action that was given up half-way
+            await self._go_on()  # also after an action that was abandoned half-way
         name = await self._server.ask_version()
         if not self._is_held:
             name = await self._server.probe() or name
@@ -223,20 +223,20 @@ class ServerEngine:
         require_plain(request, self.name)
 
     def _send_waiting(self) -> None:
-        """Sends as many requests as there are places, first come first."""
+        """Sends waiting requests while places are free, in the order of arrival."""
         is_held = self._is_held or self._version == NOT_GENERATED
         while not is_held and self._waiting and self._under_way < self._limits.slots:
             request = self._waiting.pop(next(iter(self._waiting)))
             if not self._under_way:
                 self._busy_from_s = self._clock.now()
             self._under_way += 1
-            # new each time: the server may know the last. SGLang aborts all ids that begin with one: none does
+            # new each time, as the server may know the last. No id is a prefix of another: SGLang would abort both
             request.wire_id = f'{request.request_id}/{next(self._calls)}.'
             request.versions = [self._version]
             self._start(f'request {request.request_id}', self._call(request))
 
     async def _call(self, request: ServerRequest) -> None:
-        """One call and what it leads to; the request may have been cancelled meanwhile."""
+        """Makes one call and handles its outcome; the request may have been cancelled meanwhile."""
         before = request.room_tokens
         try:
             await self._converse(request)
@@ -256,7 +256,7 @@ class ServerEngine:
         self._send_waiting()
 
     async def _converse(self, request: ServerRequest) -> None:
-        """One call. `_take_arrivals` delivers what it brings, all of it before the call ends. Raises ReplyError."""
+        """Makes one call. `_take_arrivals` delivers its tokens, all of them before it ends. Raises ReplyError."""
         wire_id, versions, before = request.wire_id, request.versions, request.room_tokens
         put = lambda pieces: self._arrivals.put(Arrival(request, wire_id, versions, pieces))
         reason = await self._server.stream(self._make_call(request), put)
@@ -268,7 +268,7 @@ class ServerEngine:
         return make_call(request.request, request.tokens, request.wire_id, seeds=seeds, streams=streams, forms=forms)
 
     def _is_open(self, request: ServerRequest) -> bool:
-        """False after a `cancel` or a `fence`, also where the same request has come again."""
+        """Whether the request is open: not after a `cancel` or a `fence`, even if the same request came again."""
         return self._open.get(request.request_id) is request
 
     async def _take_arrivals(self) -> None:
@@ -277,18 +277,19 @@ class ServerEngine:
             request = arrival.request
             for piece in arrival.pieces:
                 if not self._is_open(request) or request.wire_id != arrival.wire_id:
-                    break  # it was cancelled, or has gone on elsewhere
+                    break  # it was cancelled, or continues elsewhere
                 version = read_version(piece.version) if piece.version else arrival.versions[0]
                 if fault := self._find_fault(piece, version, arrival):
                     del self._open[request.request_id]
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
                     self._start('abort', self._abort_call(arrival.wire_id))
                 elif len(piece.tokens):
-                    context = {} if request.received_tokens else piece.context  # the rest's prompt has the answer
+                    # prompts of later calls contain answer tokens
+                    context = {} if request.received_tokens else piece.context
                     request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns, context))
 
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
-        """What is wrong with a piece, '' for nothing."""
+        """Describes the fault of a piece; '' = none."""
         if len(piece.tokens) > arrival.request.room_tokens:
             return f'the server sent {len(piece.tokens)} tokens, and {arrival.request.room_tokens} were left'
         if version not in arrival.versions:
@@ -298,7 +299,7 @@ class ServerEngine:
         return ''
 
     def _settle(self, request: ServerRequest, reason: FinishWord, new_tokens: int) -> None:
-        """The end of a call that brought so many tokens; the rest of an aborted answer waits for the next call."""
+        """Settles a call that ended with `new_tokens`; the rest of an aborted answer waits for the next call."""
         if reason == 'abort' and not request.room_tokens:
             reason = 'length'
         if reason != 'abort':
@@ -315,18 +316,18 @@ class ServerEngine:
         try:
             await self._server.abort(wire_id)
         except OutcomeUnknownError:
-            return  # its answer is not delivered anyway
+            return  # its answer would not be delivered anyway
 
     # Control.
 
     async def _hold(self, action: str, keeps_answers: bool = False) -> None:
-        """Returns when the server is paused and, unless it keeps answers, everything that it generated is delivered."""
+        """Returns when the server is paused and, unless it keeps answers, all generated tokens are delivered."""
         self._is_held = True
         await self._server.pause(action, keeps_answers)
         await self._wait_idle(action, keeps_answers)
 
     async def _wait_idle(self, action: str, keeps_answers: bool = False) -> None:
-        """Returns when no call is under way, or at once where they stay; ends those that came too late to be ended."""
+        """Returns when no call is under way, or at once if answers are kept; aborts calls that missed the pause."""
         while self._under_way and not keeps_answers:
             self._idle.clear()
             if not await self._clock.wait(self._idle, _STRAGGLER_S):
@@ -348,7 +349,7 @@ class ServerEngine:
             self._fail_open(str(error))
 
     def _fail_open(self, why: str) -> None:
-        """Every request fails here, and goes on elsewhere with what came of it."""
+        """Fails every request here; each continues elsewhere with its received tokens."""
         for request in list(self._open.values()):
             request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {why}'))
         self._open, self._waiting = {}, {}
@@ -368,7 +369,7 @@ class ServerEngine:
 
 
 def connect(parts: ClientParts, dialect: Dialect) -> ServerEngine:
-    """The client of a server of others that speaks `dialect`."""
+    """Makes the client of a server of another project that speaks `dialect`."""
     return ServerEngine(
         parts.lanes, dialect, Connection(parts.entry.url, parts.api_key), parts.clock, parts.log,
         locate=parts.locate, limits=parts.limits,

@@ -1,7 +1,7 @@
-"""A server of our own as an engine: it stages new weights while it decodes, and its answers come as they grow.
+"""A server of this project as an engine: it stages new weights while it decodes, and streams its answers.
 
-Unlike a server of others it goes on generating while weights are exchanged, and tells the version of each token. What
-it has streamed is delivered at once, so that it is kept when the server dies.
+Unlike a server of another project it continues to generate while weights are exchanged, and tells the version of each
+token. Streamed tokens are delivered at once, so that they are kept when the server dies.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from areal_jax.types import (
 )
 
 Result = TypeVar('Result')
-RENEWAL = 1 / 6  # of a lease, between two words of its holder: stalls of 5 / 6 of it are survived
+RENEWAL = 1 / 6  # of a lease, between two renewals: stalls of 5 / 6 of it are survived
 
 
 class OwnEngine(ServerEngine):
-    """Implements remote_engine.RemoteEngine.
+    """An engine on a server of this project; implements servers.member.RemoteEngine.
 
     Args:
-      dialect: how a server of ours is spoken to.
-      kv_policy: what the server does at a swap (rollout.kv_policy of its config).
+      dialect: the client's side of the server's protocol.
+      kv_policy: the server's policy at a swap (rollout.kv_policy of its config).
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class OwnEngine(ServerEngine):
         super().resume()
 
     async def fence(self) -> None:
-        """The server ends everything itself, and from then on obeys this client alone."""
+        """Registers this client: the server ends every request, and from then on obeys this client alone."""
         self._pause_over.set()
         self._fail_open('was ended by a fence')
         self._is_held, self._is_paused = True, False
@@ -109,14 +109,14 @@ class OwnEngine(ServerEngine):
         self._is_held = False
 
     async def ask(self) -> HeldWeights:
-        """Weights without a digest are those that the server began with: no version of this run."""
+        """Asks for the weights; weights without a digest are the server's initial ones, no version of this run."""
         ask = lambda: self._dialect.ask(self._connection)
         held = await self._control(self._control_lane, 'question what it holds', ask, Work('control'))
         if held.client != self._connection.client:
             self._version = NOT_GENERATED  # no call is sent before the next swap
             return HeldWeights(NOT_GENERATED, held.digest or None, is_fenced=True)
         if self._is_held:
-            await self._go_on()  # from an action that was given up half-way
+            await self._go_on()  # after an action that was abandoned half-way
         self._version = read_version(held.version) if held.digest else NOT_GENERATED
         self._send_waiting()
         return HeldWeights(self._version, held.digest or None, paused=held.find_foreign_pause(self._connection.client))
@@ -126,7 +126,7 @@ class OwnEngine(ServerEngine):
         await super().close()
 
     async def _renew(self, over: Event) -> None:
-        """Until the pause is over; a run whose lease has lapsed drops what it has here."""
+        """Renews the lease until the pause is over; if it has lapsed, fails the open requests here."""
         lease_s = self._dialect.lease_s
         renew = lambda: self._dialect.renew(self._connection)
         while not await self._clock.wait(over, lease_s * RENEWAL):
@@ -162,9 +162,9 @@ class OwnEngine(ServerEngine):
     async def _control(
         self, lane: str, action: str, act: Callable[[], Awaitable[Result]], work: Work, deadline_s: float | None = None
     ) -> Result:
-        """Raises RefusedError for what the server says that it has not done, OutcomeUnknownError without a reply.
+        """Runs an action; raises RefusedError if the server refused it, OutcomeUnknownError without a reply.
 
-        Raises FencedError where the server obeys this client no longer.
+        Raises FencedError if the server no longer obeys this client.
         """
         try:
             return await self._clock.call(lane, act, work, self._limits.load_s if deadline_s is None else deadline_s)
@@ -177,13 +177,13 @@ class OwnEngine(ServerEngine):
 
 
 def connect(parts: ClientParts) -> OwnEngine:
-    """The client of one server of this project."""
+    """Makes the client of one server of this project."""
     connection = Connection(parts.entry.url, parts.api_key, parts.entry.holder, client=parts.client)
     return connect_dialect(parts, OwnDialect(parts.lease_s), connection)
 
 
 def connect_dialect(parts: ClientParts, dialect: StagingDialect, connection: Connection) -> OwnEngine:
-    """The client of one server of this project that is spoken to in `dialect`."""
+    """Makes the client of one server of this project that speaks `dialect`."""
     return OwnEngine(
         parts.lanes, dialect, connection, parts.clock, parts.log,
         locate=parts.locate, limits=parts.limits, kv_policy=parts.kv_policy,

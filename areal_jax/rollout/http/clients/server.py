@@ -1,4 +1,4 @@
-"""One server through its dialect, on the clock: what an engine asks of it, with deadlines and named outcomes."""
+"""One server through its dialect, on the clock: an engine's actions with deadlines and named outcomes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from areal_jax.rollout.servers.member import FencedError, OutcomeUnknownError, R
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')
-_TROUBLE = (NoReplyError, StatusError, TimeoutError)  # of a call; none of them says what the server has done
+_TROUBLE = (NoReplyError, StatusError, TimeoutError)  # of a call; after each it is unknown what the server has done
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """What the server takes, and how long it may take."""
+    """Bounds on the requests to a server, and on the time of its replies."""
 
     slots: int  # calls at the same time; further requests wait in the engine
     vocab_size: int
     context_tokens: int  # of prompt and answer
-    # of the columns of the model that replies are to have (rollout.record_routes)
+    # of the model's columns that replies must have (rollout.record_routes)
     forms: Mapping[str, ColumnForm] = dataclasses.field(default_factory=dict)
     request_s: float = 3600.0  # of one call: longer than the longest answer takes
     control_s: float = 120.0  # of a pause, an abort or a question
     load_s: float = 600.0  # of loading weights
-    loads: int = 3  # how often one update is sent while its outcome is unknown
+    loads: int = 3  # attempts of one update while its outcome is unknown
 
 
 class Server:
-    """Raises OutcomeUnknownError, naming engine and action, where an action has no good reply, and FencedError.
+    """A server; raises OutcomeUnknownError, naming engine and action, if an action has no good reply, and FencedError.
 
     Calls for tokens run on the lane `lane`, loads of weights on `load_lane`, everything else on `control_lane`.
 
     Args:
-      receiver: the program beside the server that makes directories of versions (app/roles/receiver.py); None: it loads
-        those of the learner.
+      receiver: the program next to the server that makes directories of versions (app/roles/receiver.py); None: the
+        server loads the learner's directories.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Server:
         self._receiver = receiver
 
     async def stream(self, call: Call, deliver: Callable[[Sequence[Piece]], None]) -> FinishWord:
-        """See Dialect.stream. Raises ReplyError where the rest of the answer is lost; what was delivered is right."""
+        """Streams an answer, see Dialect.stream. Raises ReplyError if its rest is lost; delivered tokens are valid."""
         stream = lambda: self._dialect.stream(self._connection, call, self.limits.vocab_size, deliver)
         work = Work('generate', call.sampling[0].max_new_tokens or 1)
         try:
@@ -74,7 +74,7 @@ class Server:
             raise ReplyError(str(error)) from error
 
     async def probe(self) -> str:
-        """What it calls the weights of one token that it generates now: other replies may outlive its engine."""
+        """Generates one token and returns its weights' name: other routes may still reply when the engine is dead."""
         generate = lambda: self._dialect.generate(self._connection, make_probe(), self.limits.vocab_size)
         try:
             answer = await self._clock.call(self._lane, generate, Work('generate'), self.limits.control_s)
@@ -83,16 +83,16 @@ class Server:
         return answer.pieces[-1].version if answer.pieces else ''
 
     async def abort(self, wire_id: str, action: str = 'abort') -> None:
-        """'' = every call."""
+        """Aborts the call `wire_id`; '' = every call."""
         await self._act(action, lambda: self._dialect.abort(self._connection, wire_id))
 
     @property
     def keeps_answers(self) -> bool:
-        """See Dialect: of what the server has answered so far."""
+        """Whether the server keeps answers, judged by its replies so far; see Dialect."""
         return self._dialect.keeps_answers
 
     async def pause(self, action: str, keeps_answers: bool = False) -> None:
-        """`action` is what the pause is for."""
+        """Pauses the server; `action` names the purpose in errors."""
         await self._act(action, lambda: self._dialect.pause(self._connection, keeps_answers))
 
     async def resume(self, deadline_s: float | None = None) -> None:
@@ -119,7 +119,7 @@ class Server:
         raise OutcomeUnknownError(f'{self._lane}: load of version {published.version} from {directory}: {failure}')
 
     async def prepare(self, published: PublishedWeights, locate: Callable[[PublishedWeights], str]) -> str:
-        """The directory of a version that the server can load; raises RefusedError where there is none."""
+        """Returns the directory of a version that the server can load; raises RefusedError without one."""
         if self._receiver is not None:
             return await self._bring(self._receiver, published)
         directory = locate(published)
@@ -127,7 +127,7 @@ class Server:
         return directory
 
     async def _bring(self, receiver: Connection, published: PublishedWeights) -> str:
-        """What the receiver has written when this returns, checked against the manifest."""
+        """Makes the receiver write the version, checked against the manifest; returns the directory."""
         body: JsonObject = {'version': published.version, 'manifest_hash': published.manifest_hash}
         ask = lambda: receiver.require('POST', '/versions', body)
         work = Work('load', 1, {'version': published.version})
@@ -160,7 +160,7 @@ class Server:
 
 
 def read_version(name: str) -> int:
-    """The version in a server's name of its weights; NOT_GENERATED if this project did not make the name."""
+    """Reads the version from a server's name of its weights; NOT_GENERATED if this project did not make the name."""
     version = read_integer(name, LARGEST_VERSION)
     return NOT_GENERATED if version is None else version
 

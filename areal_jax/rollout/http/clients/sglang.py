@@ -1,8 +1,8 @@
 """SGLang's protocol, for a client. Also spoken by SGLang-JAX, which loads no weights, and by our own server.
 
 Replies of SGLang 0.5.23 have the spans of the versions that drew their tokens. Servers whose replies have spans keep
-their answers over an update (pause mode `retract`, of some milliseconds; log-probs on both sides of the switch are
-exact). On others an update ends every answer (mode `abort`, of a second: the server looks so often whether all ended).
+their answers over an update (pause mode `retract`, some milliseconds; log-probs on both sides of the switch are exact).
+On other servers an update ends every answer (mode `abort`, a second: the server's polling interval for their end).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _VERSION_PATHS = ('/model_info', '/get_weight_version', '/get_model_info')  # th
 
 
 class SglangDialect:
-    """Implements dialect.Dialect. Answers are not streamed.
+    """Implements connection.Dialect. Answers are not streamed.
 
     Every event repeats all tokens so far, so a stream of n tokens carries n^2 / 2 of them, and SGLang-JAX breaks off
-    streams with log-probs (--disable-overlap-schedule) and dies of it.
+    streams with log-probs (--disable-overlap-schedule) and crashes.
 
     Args:
       seeds: the server takes `sampling_seed`: SGLang does with --enable-deterministic-inference.
-      reads_routes: calls ask for routes. No answer stays on the server then: computing its KV again replaces the routes
-        of its tokens by those under the new weights.
+      reads_routes: calls ask for routes. Then no answer stays on the server: computing its KV again would replace the
+        routes of its tokens by routes under the new weights.
     """
 
     streams = False
@@ -39,7 +39,7 @@ class SglangDialect:
         self.keeps_answers = False  # until a reply has spans
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
-        # with ignore_eos SGLang looks for no stop ids either
+        # with ignore_eos SGLang also ignores stop ids
         sampling = tuple(dataclasses.replace(one, ignore_eos=not one.stop_tokens) for one in call.sampling)
         call = dataclasses.replace(call, sampling=sampling)
         reply = await connection.require('POST', '/generate', sglang.render_request(call))
@@ -85,5 +85,5 @@ class SglangDialect:
 
 
 def connect(parts: ClientParts) -> ServerEngine:
-    """The client of one server of this kind."""
+    """Makes the client of one SGLang server."""
     return connect_dialect(parts, SglangDialect(reads_routes=bool(parts.limits.forms)))

@@ -22,15 +22,15 @@ from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWor
 from areal_jax.rollout.http.wire.sglang import parse_event
 from areal_jax.types import concatenate
 
-TakeDelta = Callable[[vllm.Delta, JsonObject], None]  # what an event adds, and the event
-_PREFIX = 'generate-tokens-'  # what the server puts before our ids
+TakeDelta = Callable[[vllm.Delta, JsonObject], None]  # the delta of an event, and the event
+_PREFIX = 'generate-tokens-'  # the server's prefix of our ids
 
 
 class VllmDialect:
-    """Implements dialect.Dialect. Events have log-probs; the versions of all tokens are in the last one."""
+    """Implements connection.Dialect. Events have log-probs; the versions of all tokens are in the last one."""
 
     seeds = streams = True
-    keeps_answers = False  # what a stream brought before its server died has a version only where calls end at a pause
+    keeps_answers = False  # tokens of a stream whose server died have a known version only if calls end at a pause
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         reply = await connection.require('POST', vllm.PATH, vllm.render_request(call))
@@ -40,8 +40,8 @@ class VllmDialect:
     async def stream(
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
-        """Delivers at the end, which tells the versions of all tokens, or where the stream is cut off: what came until
-        then is right as long as no other client loads weights into the server. Calls with routes are not streamed.
+        """Delivers at the end, which tells the versions of all tokens, or when the stream is cut off: tokens received
+        until then are valid if no other client loads weights into the server. Calls with routes are not streamed.
         """
         if not call.stream:
             answer = await self.generate(connection, call, vocab_size)
@@ -79,7 +79,7 @@ class VllmDialect:
         reply = await connection.request('POST', '/collective_rpc', load)
         if reply.status != 200:
             raise UpdateError(f'/collective_rpc answered {reply.status}: {reply.message()}')
-        # the name follows the weights: a name that reads back as this version has its weights under it
+        # named after the load: if the name reads back as this version, its weights are loaded
         await connection.require('POST', '/update_weight_version', {'new_version': version})
         found = await self.ask_version(connection)
         if found != version:
@@ -110,7 +110,7 @@ async def stream_deltas(connection: Connection, call: Call, vocab_size: int, tak
 
 
 def _cut_by_versions(last_event: JsonObject, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces of an answer by the versions that the last event tells of all its tokens; raises ReplyError."""
+    """Splits an answer's pieces by the versions of all its tokens in the last event; raises ReplyError."""
     (choice,) = Reply(last_event, 'event').entries('choices', 1)
     tokens = concatenate([piece.tokens for piece in pieces], np.int32)
     logprobs = concatenate([piece.logprobs for piece in pieces], np.float32)
@@ -119,21 +119,21 @@ def _cut_by_versions(last_event: JsonObject, pieces: Sequence[Piece]) -> list[Pi
 
 
 def connect(parts: ClientParts) -> ServerEngine:
-    """The client of one server of this kind."""
+    """Makes the client of one vLLM server."""
     return connect_dialect(parts, VllmDialect())
 
 
 # The protocol of our own servers, for a client: vLLM's, with staged weights and a version in each event.
 
 
-# of a pause: longer than a process of a run may stand still and go on as if nothing had been (60 s, tests/chaos)
+# of a pause: longer than a process of a run may be stopped and continue unharmed (60 s, tests/chaos)
 LEASE_S = 90.0
 
 
 class StagingDialect(Dialect, Protocol):
-    """What our servers do besides; all methods raise NoReplyError and StatusError.
+    """The additional actions of this project's servers; all methods raise NoReplyError and StatusError.
 
-    A pause is a lease of the client that the connection names, of `lease_s` seconds.
+    A pause is a lease of `lease_s` seconds, held by the client that the connection names.
     """
 
     lease_s: float
@@ -143,33 +143,33 @@ class StagingDialect(Dialect, Protocol):
         ...
 
     async def renew(self, connection: Connection) -> None:
-        """The pause, where there is one, lasts for another lease."""
+        """Extends the pause, if there is one, by another lease from now."""
         ...
 
     async def stage(self, connection: Connection, directory: str) -> None:
-        """Returns when the server has loaded the weights, beside those that it decodes with."""
+        """Returns when the server has loaded the weights, in addition to the weights in use."""
         ...
 
     async def swap(self, connection: Connection, version: str) -> float:
-        """The server decodes with the staged weights, and names them; returns its pause of decoding in seconds."""
+        """Swaps the staged weights in and names them; returns the server's pause of decoding in seconds."""
         ...
 
     async def ask(self, connection: Connection) -> Held:
-        """What the server says of its weights, and of who has paused it."""
+        """Asks the server for its weights and its pauses."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """'' for what the server does not know."""
+    """A server's weights, client and pauses; '' = unknown to the server."""
 
-    version: str  # what it calls its weights
+    version: str  # the name of its weights
     digest: str  # hash of their manifest
-    client: str = ''  # that it obeys
+    client: str = ''  # the one that it obeys
     pauses: tuple[tuple[str, float], ...] = ()  # (holder, '' without a lease; seconds since it began)
 
     def find_foreign_pause(self, client: str) -> str:
-        """Who else has paused the server and since when; '' = nobody."""
+        """Returns who else has paused the server and for how long; '' = no other client."""
         for holder, seconds in self.pauses:
             if not holder:
                 return f'for {seconds:.0f} s by a client without a lease: POST /resume ends it'
@@ -179,7 +179,7 @@ class Held:
 
 
 def read_held(fields: Reply) -> Held:
-    """Of the fields of a reply; what has another form counts as not known."""
+    """Reads the fields of a reply; malformed fields count as unknown."""
     pauses = fields.values.get('pauses')
     known = [Reply(one) for one in pauses if isinstance(one, dict)] if isinstance(pauses, list) else []
     described = tuple((one.name('holder'), float(one.number('paused_seconds'))) for one in known)
@@ -204,7 +204,7 @@ class OwnDialect(VllmDialect):
     async def stream(
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
-        """Delivers what each event adds."""
+        """Delivers the pieces of each event at once."""
 
         def take(delta: vllm.Delta, event: JsonObject) -> None:
             if delta.pieces:

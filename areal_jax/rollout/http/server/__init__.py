@@ -1,5 +1,5 @@
-"""The HTTP side of a server: aiohttp on a loop and a thread of its own.
+"""The HTTP side of a server: aiohttp on a separate loop and thread.
 
-thread.py starts it, bridge.py goes from it to the service on the host's loop and back, routes are by dialect.
-asyncio may be used here as any program uses it: nothing of it decides what the engine does.
+thread.py starts it, bridge.py connects it with the service on the host's loop, routes are by dialect. asyncio may be
+used here as in any program: it does not affect the engine's decisions.
 """

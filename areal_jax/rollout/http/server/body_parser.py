@@ -1,9 +1,9 @@
-"""A process that parses large bodies, so that the loop of HTTP and the interpreter of the server stay free meanwhile.
+"""A process that parses large bodies, so that the HTTP loop and the interpreter of the server stay free meanwhile.
 
-Threads do not help: a parser of JSON holds the interpreter until it is done. The process is started by the first large
-body, kept, and started again where it has died; it has a low priority, for large bodies are in no hurry. Run as
-`python -m areal_jax.rollout.http.server.body_parser` it reads requests from stdin, each the sizes of two parts
-(8 bytes each) and the parts, a pickled function and a body, and writes the size of a pickled reply and the reply.
+Threads do not help: a JSON parser holds the interpreter until it is done. The process is started by the first large
+body, kept, and started again if it has died; it has a low priority, because large bodies are not urgent. Run as
+`python -m areal_jax.rollout.http.server.body_parser`, it reads requests from stdin: the sizes of two parts (8 bytes
+each), then the parts, a pickled function and a body. It writes the size of a pickled reply, then the reply.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from areal_jax.workers.worker_process import worker_environment
 
 _SIZES, _SIZE = struct.Struct('<QQ'), struct.Struct('<Q')
 _BLOCK_BYTES = 1 << 20  # written at once
-_LOOK_S = 0.5  # between two looks whether the process lives
-_NICE = 5  # a quarter of a core whose other work goes on
+_LOOK_S = 0.5  # between two checks that the process is alive
+_NICE = 5  # gets a quarter of a core that is otherwise busy
 _UNAVAILABLE = 503
 Result = TypeVar('Result')
 
 
 class ParserDiedError(Exception):
-    """The process has ended, or is too late."""
+    """The process has ended, or has missed the deadline."""
 
 
 class BodyParser:
-    """The process, from the side of the server. For several threads, one body at a time."""
+    """The server's handle of the process; callable from several threads, parses one body at a time."""
 
     def __init__(self, deadline_s: float = PLACE_S):
         self._lock, self._deadline_s = threading.Lock(), deadline_s
@@ -49,16 +49,16 @@ class BodyParser:
 
     @property
     def pid(self) -> int | None:
-        """None where it does not run."""
+        """The process id; None if it does not run."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
     def parse(self, function: Callable[[bytes], Result], content: bytes | bytearray) -> Result:
-        """What `function`, which can be pickled, makes of `content`; blocks.
+        """Returns `function(content)`, computed in the process; blocks. `function` must be picklable.
 
         A process that has died is replaced, and the body parsed again, once: it may have been ended from outside.
 
-        Raises RequestError where the function raises it or another UserError, and where no process parses it in time.
+        Raises RequestError if the function raises it or another UserError, or if no process parses the body in time.
         """
         request = pickle.dumps(function)
         with self._lock:
@@ -105,7 +105,7 @@ class BodyParser:
 
 
 class _Link:
-    """The pipes of the process until a deadline; both raise ParserDiedError."""
+    """The pipes of the process until a deadline; `read` and `write` raise ParserDiedError."""
 
     def __init__(self, process: subprocess.Popen[bytes], end_s: float):
         assert process.stdin is not None
@@ -159,7 +159,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Parses what the parent sends until it closes stdin or ends: the kernel closes it then."""
+    """Parses the parent's requests until stdin is closed, by the parent or, if that dies, by the kernel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICE)

@@ -1,4 +1,4 @@
-"""How many values and how much text the body of a request may have: parsing it costs by both, and so does the rest."""
+"""Bounds on the values and the text in a request's body: the cost of parsing and of later work grows with both."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TypeVar
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, parse_json
 
-MOST_VALUES = 1 << 16  # of a body besides token ids: schemas, messages, calls of tools; more than any context shows
-_BEGINNINGS = b'[', b'{', b','  # of a value: in the bytes of JSON there are no others, but in texts
+MOST_VALUES = 1 << 16  # in a body, without token ids: schemas, messages, tool calls; more than fit any context
+_BEGINNINGS = b'[', b'{', b','  # every JSON value follows one of these bytes, which texts contain too
 _SLICE = 1 << 20  # bytes that are searched at once
 _IDS = ('input_ids', 'token_ids', 'prompt', 'tokens')  # fields with token ids, or lists of them
 _TOO_LARGE = 413
 _LEAST_TEXT = 1 << 20  # characters
-_SLACK = 4  # texts may have more than their tokens spell: normalizers and templates leave out some
+_SLACK = 4  # texts may be longer than their tokens' text: normalizers and templates drop some
 Result = TypeVar('Result')
 
 
 @dataclasses.dataclass(frozen=True)
 class BodyBound:
-    """What the bodies of legal requests stay below, by the context of the model and by its vocabulary.
+    """Upper bounds on the bodies of legal requests, by the context of the model and by its vocabulary.
 
     Args:
-      context_tokens: a prompt has at most so many.
-      in_token: of `[`, `{` and `,`, the most that one token of the vocabulary spells: texts have them too.
+      context_tokens: the most tokens of a prompt.
+      in_token: the most characters `[`, `{` and `,` in one token of the vocabulary, because texts contain them too.
       longest_token: in characters.
     """
 
@@ -35,22 +35,22 @@ class BodyBound:
 
     @classmethod
     def of(cls, context_tokens: int, vocabulary: Collection[str]) -> BodyBound:
-        """Of a model with these tokens."""
+        """Returns the bound of a model with these tokens."""
         in_token = max((sum(map(text.count, '[{,')) for text in vocabulary), default=1)
         return cls(context_tokens, max(1, in_token), max(map(len, vocabulary), default=1))
 
     def most_values(self, prompts: int) -> int:
-        """Beginnings of values in the bytes of a body of a route that takes so many prompts."""
+        """The most value beginnings in the bytes of a body, for a route that takes `prompts` prompts."""
         return MOST_VALUES + prompts * self.context_tokens * self.in_token
 
     def most_text(self, prompts: int) -> int:
-        """Characters in all texts of a body; a route that takes no prompt has no such bound."""
+        """The most characters in all texts of a body; a route without prompts has no such bound."""
         return max(_LEAST_TEXT, _SLACK * prompts * self.context_tokens * self.longest_token) if prompts else 2**63
 
     def count(self, content: bytes | bytearray, prompts: int) -> Iterator[None]:
         """Counts beginnings of values before anything parses the bytes, and yields between slices.
 
-        A bound that the bytes can not reach costs nothing. Raises RequestError.
+        A body shorter than its bound is not searched. Raises RequestError.
         """
         most, found = self.most_values(prompts), 0
         if len(content) <= most:
@@ -62,7 +62,7 @@ class BodyBound:
             raise _too_much(f'{found} values ("[", "{{" and ",")', most, self.context_tokens)
 
     def require_text(self, prompt: str, field: str) -> None:
-        """Raises RequestError for a prompt that no context has room for, before it is encoded."""
+        """Raises RequestError for a prompt that is too long for the context, before it is encoded."""
         if len(prompt) > (most := self.most_text(1)):
             raise RequestError(
                 field, f'{field} of {len(prompt)} characters does not fit the context of {self.context_tokens} tokens, '
@@ -73,9 +73,10 @@ class BodyBound:
 def parse_large(
     function: Callable[[object], Result], bound: BodyBound, most_text: int, content: bytes | bytearray
 ) -> Result:
-    """What the function makes of the JSON of a body.
+    """Returns `function` of the parsed JSON of a body.
 
-    Raises RequestError for one of more than MOST_VALUES values besides token ids, or of more text than `most_text`.
+    Raises RequestError for too many values without token ids (the larger of MOST_VALUES and the context), or for more
+    text than `most_text`.
     """
     value = parse_json(bytes(content))
     found = count_values(value)
@@ -87,7 +88,7 @@ def parse_large(
 
 
 def count_characters(value: object) -> int:
-    """Of all texts and names in JSON, but for lists of token ids."""
+    """Counts the characters of all texts and names in JSON, except in lists of token ids."""
     found, layer = 0, [value]
     while layer:
         found += sum(len(one) for one in layer if isinstance(one, str))
@@ -102,7 +103,7 @@ def count_characters(value: object) -> int:
 
 
 def count_values(value: object) -> int:
-    """Of JSON, those inside objects and lists; a prompt of token ids counts as one."""
+    """Counts the values inside objects and lists of JSON; a prompt of token ids counts as one."""
     found, layer = 0, [value]
     if isinstance(value, dict):
         found, layer = len(value), []
@@ -115,7 +116,7 @@ def count_values(value: object) -> int:
 
 
 def _skip_ids(value: object) -> list[object]:
-    """A value of a field of ids, without the ids, of which arrays are made."""
+    """Returns the parts of an id field's value that still count: lists of ids are left out, arrays are made of them."""
     if not isinstance(value, list) or _are_ids(value):
         return []
     return [one for one in value if not _are_ids(one)] if len(value) <= MOST_PROMPTS else [value]

@@ -1,4 +1,4 @@
-"""From the loop of HTTP to the service on the host's loop, and back."""
+"""The bridge between the HTTP loop and the service on the host's loop."""
 
 from __future__ import annotations
 
@@ -61,83 +61,83 @@ from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
 
 class Texts:
-    """One model's; used on the HTTP thread and its workers."""
+    """The conversions between text and tokens of one model; used on the HTTP thread and its workers."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self.token_bytes = tokenizer, tokenizer.token_bytes
         self.end_ids = tokenizer.end_ids
         self._hidden = tokenizer.special_token_ids()
-        self.reads = tokenizer.reads  # whether the chat template looks at something of this name
+        self.reads = tokenizer.reads  # whether the chat template reads a variable of this name
 
     def bound(self, context_tokens: int) -> BodyBound:
-        """Of bodies of requests to this model."""
+        """Returns the bound on bodies of requests to this model."""
         return BodyBound.of(context_tokens, self._tokenizer.vocabulary())
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added: what spells a special token becomes it."""
+        """Encodes a text, int32 [n], with nothing added: text that spells a special token becomes that token."""
         return self._tokenizer.encode(text)
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> np.ndarray:
-        """The same of a plain prompt, as of /v1/completions and /tokenize.
+        """Encodes a plain prompt, as for /v1/completions and /tokenize.
 
         Args:
-          adds_special: with what the tokenizer adds around texts, most often BOS.
+          adds_special: with the tokens that the tokenizer adds around texts, most often BOS.
         """
         return self._tokenizer.encode_prompt(text) if adds_special else self._tokenizer.encode(text)
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
-        """int32 [P]: special tokens where the template writes them, ordinary text where messages or tools spell them.
+        """Encodes a conversation, int32 [P]: only the template's special tokens are special, text in messages is not.
 
-        Calls take turns, since one process renders all of them. The first one starts it.
+        Calls take turns, because one process renders all of them. The first call starts it.
         Raises RequestError for tools that the template of the model does not show.
         """
         conversations = [[message.describe() for message in messages]]
         try:
             if not self._tokenizer.takes_tools:
-                require_place(conversations, tools)  # also where the form writes the content of any turn
+                require_place(conversations, tools)  # even if the form writes the content of any turn
             return self._tokenizer.encode_chats(conversations, tools)[0]
         except ToolsNotShownError as error:
             raise refuse(error.field, error.value, error.reason) from error
 
     def decode(self, tokens: np.ndarray, *, skip_special: bool) -> str:
-        """Of int32 [n]; special tokens are spelled out, except for the end of an answer at the very end."""
+        """Decodes int32 [n]; special tokens are spelled out, except the end of an answer at the very end."""
         return self.open(skip_special=skip_special).extend(tokens, is_last=True)
 
     def open(self, *, skip_special: bool, marks: Mapping[int, str] | None = None) -> TextDecoder:
-        """`decode` for a text whose tokens come in pieces; `marks`: see TextDecoder."""
+        """Returns a decoder for a text whose tokens come in pieces; `marks`: see TextDecoder."""
         hidden = self._hidden if skip_special else ()
         return TextDecoder(self.token_bytes, hidden, self.end_ids, marks)
 
     def spell(self, tokens: np.ndarray, *, skip_special: bool = False) -> str:
-        """The whole text of int32 [n], an EOS at its end included."""
+        """Returns the whole text of int32 [n], an EOS at its end included."""
         return TextDecoder(self.token_bytes, self._hidden if skip_special else ()).extend(tokens, is_last=True)
 
     def special_tokens(self) -> dict[str, str | None]:
-        """The text of the token that ends an answer; None for a model without."""
+        """Returns the text of the token that ends an answer; None if the model has no such special token."""
         eos = self.end_ids[0]
         return {'eos_token': self.spell(np.array([eos], np.int32)) if eos in self._hidden else None}
 
     def answer(self, sampling: CallSampling) -> AnswerText:
-        """Of one answer, from its beginning."""
+        """Returns the text reader of one answer, from its beginning."""
         decoder = self.open(skip_special=sampling.skip_special_tokens)
         return AnswerText(decoder, sampling.stop_strings, sampling.keep_stop)
 
     def token_text(self, token: int) -> str:
-        """The text of a token behind others; none of one that ends an answer."""
+        """Returns the text of a token after others; '' for a token that ends an answer."""
         return '' if token in self.end_ids else self.token_bytes.text_of(token)
 
 
-# Which reader takes the tokens of an answer.
+# The choice of the reader for the tokens of an answer.
 
 
-_ID_BYTES = 12  # random, of the id of a call
+_ID_BYTES = 12  # random bytes of a tool call's id
 
 
 class AnswerReaders:
-    """Those of one model.
+    """Makes the answer readers of one model.
 
     Args:
-      parser: of calls in another notation than that of Hermes.
+      parser: for tool calls in another notation than Hermes.
     """
 
     def __init__(self, texts: Texts, parser: AnswerParser | None = None):
@@ -146,7 +146,7 @@ class AnswerReaders:
         self._marks = {token: mark for mark, text in spelled if (token := _find_token(texts, text)) is not None}
 
     def open(self, call: Call, prompt: int = 0) -> AnswerReader:
-        """Of one answer to the prompt with this index, from its beginning; calls are found if the request has tools."""
+        """Returns a reader of one answer to the prompt with this index; it finds calls if the request has tools."""
         sampling = call.sampling[prompt]
         if not call.tools:
             return PlainReader(self._texts.answer(sampling))
@@ -170,7 +170,7 @@ class AnswerReaders:
 
 
 def _find_token(texts: Texts, text: str) -> int | None:
-    """The token that a text is; None where it is several, or characters that the tokenizer does not know."""
+    """Returns the token that a text is; None if it is several, or has characters that the tokenizer does not know."""
     try:
         ids = texts.encode(text)
     except TokenizerError:
@@ -182,11 +182,11 @@ def _make_id() -> str:
     return f'call_{secrets.token_hex(_ID_BYTES)}'
 
 
-# What requests ask for and answers bring, counted since the start for /metrics; on the HTTP loop alone.
+# Counts of the contents of requests and answers since the start, for /metrics; on the HTTP loop alone.
 
 
 class Counts:
-    """Of one server. Labels are names of fields that the parsers know, so there are few."""
+    """The counts of one server. Labels are names of fields that the parsers know, so there are few."""
 
     def __init__(self) -> None:
         self.calls = self.unparsed = self.hidden = 0
@@ -195,39 +195,39 @@ class Counts:
         self.missed: collections.Counter[str] = collections.Counter()
 
     def note_call(self, call: Call) -> None:
-        """A request is taken."""
+        """Counts the fields of an accepted request."""
         self.note_ignored(call.ignored)
         self.wishes.update(wish.field for wish in call.wishes)
 
     def note_ignored(self, fields: Iterable[str]) -> None:
-        """Fields of a request that have no influence, also of one that asks for no answer."""
+        """Counts fields of a request that have no influence, also for requests without an answer."""
         self.ignored.update(fields)
 
     def note_reading(self, reading: Reading) -> None:
-        """A part of an answer was read."""
+        """Counts the tool calls in a part of an answer."""
         self.calls += len(reading.calls)
         self.unparsed += reading.unparsed
         self.hidden += reading.hidden
 
     def note_misses(self, fields: Iterable[str]) -> None:
-        """The answers to a request are complete and miss the wishes of these fields."""
+        """Counts the fields whose wishes the complete answers to a request do not fulfil."""
         self.missed.update(fields)
 
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
 _CONFLICT = 409
-_BRIDGE_ID_BYTES = 16  # random, of an id that the server makes: a client cannot end a request whose id it cannot guess
+_BRIDGE_ID_BYTES = 16  # random bytes of an id that the server makes: a client can only end requests whose id it knows
 Result = TypeVar('Result')
 
 
 class Bridge:
-    """Made on the HTTP loop, used there alone.
+    """Passes calls from HTTP routes to the service; made and used on the HTTP loop alone.
 
     Args:
       vocab_size: of the model: ids are below it.
-      seed: of the noise of requests that bring none.
-      required: what becomes of a request whose answers must be a call of a tool or JSON.
-      parser: of calls in another notation than that of Hermes.
+      seed: of the noise of requests without a seed.
+      required: the treatment of requests whose answers must be a tool call or JSON.
+      parser: for tool calls in another notation than Hermes.
       recorded: the columns of the model that pieces have.
     """
 
@@ -250,7 +250,7 @@ class Bridge:
     async def act(
         self, name: str, run: Callable[[GenerationService], Awaitable[Result]], deadline_s: float | None = None
     ) -> Result:
-        """What `run` returns on the host's loop; raises its UserError, and TimeoutError at the deadline."""
+        """Returns the result of `run` on the host's loop; raises its UserError, and TimeoutError at the deadline."""
         future: asyncio.Future[object] = self._loop.create_future()
 
         def settle(result: object, error: UserError | None) -> None:
@@ -266,11 +266,11 @@ class Bridge:
             return cast(Result, await future)
 
     async def look(self) -> ServiceStatus:
-        """How the service is; raises TimeoutError where the host's loop does not answer soon."""
+        """Returns the status of the service; raises TimeoutError if the host's loop does not answer in time."""
         return await self.act('look', lambda service: service.look(), self.limits.reply_s)
 
     async def tokenize(self, call: Call) -> Call:
-        """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
+        """Replaces texts and messages by token ids; raises RequestError, also if the model can not take the prompt."""
         if unknown := [name for name in call.model_columns if name not in self._recorded]:
             fix = 'is not served: start the server with rollout.record_routes=True and a model with experts'
             raise refuse(ASKED.format(unknown[0]), True, fix)
@@ -280,7 +280,7 @@ class Bridge:
         return call
 
     async def encode(self, call: Call) -> Call:
-        """The same, also for prompts that the context has no room for."""
+        """Replaces texts and messages by token ids, also in prompts that are too long for the context."""
         require_unread(call, self.texts.reads)
         call = grant(call, self.required)
         if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
@@ -288,7 +288,7 @@ class Bridge:
         return call
 
     def open(self, call: Call) -> Exchange:
-        """Submits a call of token ids; its answers come out of the exchange, which must be closed."""
+        """Submits a call of token ids; returns the exchange that yields its answers and must be closed."""
         exchange = Exchange(self, call)
         self.counts.note_call(call)
         for submission in exchange.submissions:
@@ -300,17 +300,17 @@ class Bridge:
         self._inbox.put(Action('withdraw', lambda service: service.withdraw(submissions), lambda result, error: None))
 
     def withdraw_scoring(self, requests: Sequence[ScoringRequest]) -> None:
-        """The same for sequences that are to be scored."""
+        """Ends the scoring requests that are still open, without waiting for their end."""
         self._inbox.put(
             Action('withdraw', lambda service: service.withdraw_scoring(requests), lambda result, error: None)
         )
 
     def open_reader(self, call: Call, answer: int) -> AnswerReader:
-        """Of the answer with this index, from its beginning."""
+        """Returns a reader of the answer with this index."""
         return self._readers.open(call, answer // call.n)
 
     def describe(self, call: Call, answers: Sequence[Answer], put: Callable[[int, Delivery], None]) -> list[Submission]:
-        """What the service is to generate for the answers of a call; `put` is called with what it delivers."""
+        """Returns the submissions for the answers of a call; `put` is called with each answer's deliveries."""
         draw = next(self._draws)
         found = []
         for answer in answers:
@@ -334,7 +334,7 @@ class Bridge:
         return found
 
     def _call_back(self, function: Callable[..., None], *arguments: object) -> None:
-        """On the host's thread."""
+        """Calls the function on the HTTP loop; called on the host's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -350,7 +350,7 @@ class Bridge:
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
 
     def _with_texts(self, call: Call, tokenized: Call) -> Call:
-        """The tokenized call with the texts that it echoes: as they were sent, or decoded from token ids."""
+        """Returns the tokenized call with the texts that it echoes: as they were sent, or decoded from token ids."""
         texts = [
             given if isinstance(given, str) else self.texts.spell(cast(np.ndarray, ids))
             for given, ids in zip(call.prompts, tokenized.prompts, strict=True)
@@ -393,9 +393,9 @@ class Bridge:
 
 
 class Exchange:
-    """The answers to one call, as far as they have come. Once it is made, `close` must follow.
+    """The answers to one call, as far as they are received. Once it is made, `close` must follow.
 
-    Raises RequestError where the server has no room for the call.
+    Raises RequestError if the server has no room for the call.
     """
 
     def __init__(self, bridge: Bridge, call: Call):
@@ -411,14 +411,14 @@ class Exchange:
         ]
         self._readers = [bridge.open_reader(call, index) for index in range(len(names))]
         self.submissions = bridge.describe(call, self.answers, self.put)
-        bridge.load.admit(call.n_answers, call.stream)  # last: nothing is to be given back where anything before fails
+        bridge.load.admit(call.n_answers, call.stream)  # last: if an earlier step fails, nothing must be released
 
     def put(self, index: int, delivery: Delivery) -> None:
-        """What the service delivers for one answer."""
+        """Takes a delivery of the service for one answer."""
         self._news.put_nowait((index, delivery))
 
     async def pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
-        """(answer with the piece, piece) as they come; ends with the last answer. Raises RequestError."""
+        """Yields (answer with the piece, piece) as they arrive; ends with the last answer. Raises RequestError."""
         while self._unfinished:
             for index, delivery in (await self._take_news()).items():
                 if delivery.error is not None:
@@ -434,31 +434,31 @@ class Exchange:
                     yield answer, piece
 
     async def finish(self) -> list[Answer]:
-        """All answers, complete."""
+        """Returns all answers, complete."""
         async for _ in self.pieces():
             pass
         return self.answers
 
     def note_misses(self) -> list[str]:
-        """Counts, when all answers are complete, the fields whose wishes at least one of them misses."""
+        """Counts and returns the fields whose wishes at least one of the complete answers misses."""
         misses = find_misses(self._call, self.answers)
         self._bridge.counts.note_misses(misses)
         return misses
 
     async def finish_within(self, seconds: float) -> list[Answer]:
-        """The same; raises TimeoutError."""
+        """Returns all answers, complete; raises TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
             return await self.finish()
 
     def close(self) -> None:
-        """Ends what is not finished, and makes room for other calls."""
+        """Ends unfinished answers, and makes room for other calls."""
         self._bridge.load.release(self._call.n_answers, self._call.stream)
         open_names = {answer.request_id for answer in self.answers if answer.finish is None}
         if unfinished := [one for one in self.submissions if one.request.request_id in open_names]:
             self._bridge.withdraw(unfinished)
 
     async def _take_news(self) -> dict[int, Delivery]:
-        """One delivery for each answer that has news: what came while a reader was slow goes out together."""
+        """Returns one delivery for each answer with news: deliveries that came while a reader was slow are merged."""
         index, delivery = await self._news.get()
         found = {index: delivery}
         while not self._news.empty():
@@ -468,7 +468,7 @@ class Exchange:
         return found
 
     def _with_text(self, index: int, delivery: Delivery) -> Sequence[Piece]:
-        """The pieces with their texts and calls; an empty one where an answer ends without."""
+        """Returns the pieces with their texts and calls; one empty piece if the delivery has none."""
         reader = self._readers[index]
         found: list[Piece] = []
         pieces = join_pieces(delivery.pieces) or [Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), '')]
@@ -490,7 +490,7 @@ class Exchange:
 
 
 async def _run_to_its_end(function: Callable[[Call], Result], call: Call) -> Result:
-    """In a thread, which is waited for also where the caller is cancelled: a client has one large text in work."""
+    """Runs `function` in a thread and waits for it even if the caller is cancelled: one large text per client."""
     work = asyncio.ensure_future(asyncio.to_thread(function, call))
     try:
         return await asyncio.shield(work)
@@ -500,7 +500,7 @@ async def _run_to_its_end(function: Callable[[Call], Result], call: Call) -> Res
 
 
 def find_group(call: Call, request_id: str) -> str:
-    """The id of the call, where it has several answers, which are numbered: 'NAME_0', 'NAME_1'."""
+    """Returns the id of a call with several answers, which are numbered 'NAME_0', 'NAME_1'; else ''."""
     group, _, number = request_id.rpartition('_')
     return group if call.n_answers > 1 and number.isdecimal() else ''
 

@@ -1,9 +1,9 @@
-"""Whom a server obeys: who has its key; without one the programs of its machine, and no web page.
+"""Access control of a server: callers with its key; without a key the programs of its machine, and no web page.
 
-A page of any address may send this server a POST with the content type of a form, and may do so under a name of its own
-that leads to this machine (DNS rebinding). Its browser tells: by Origin, by Sec-Fetch-Site, and by the Host that the
-page has used. What a form cannot send, a body of the type application/json, a browser asks leave for first, which this
-server never gives.
+A page of any address may send this server a POST with the content type of a form, also under a host name that the
+page's owner points at this machine (DNS rebinding). The browser reveals this by Origin, by Sec-Fetch-Site, and by the
+Host that the page used. A form cannot send a body of the type application/json: for it a browser asks for permission
+first (CORS preflight), which this server never gives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import hdrs, web
 from areal_jax.config.addresses import is_loopback, parse_host
 from areal_jax.rollout.http.wire.exchange import RequestError
 
-# no key, and any Host: probes of clusters have none and name pods, and none of these paths generates anything
+# without key, and with any Host: cluster probes have no key and use pod names, and no such path generates anything
 OPEN_PATHS = ('/health', '/ready', '/ping', '/metrics')
 ACTING_PATHS = ('/flush_cache', '/health_generate')  # by GET too
 READING = ('GET', 'HEAD', 'OPTIONS')
@@ -34,18 +34,18 @@ _SHOWN = 80  # characters of a header that a sentence repeats
 
 @dataclasses.dataclass(frozen=True)
 class Callers:
-    """Of one server.
+    """The access rules of one server.
 
     Args:
-      api_key: that clients must send; '' = none.
-      hosts: by which clients without a key may call it, next to those of loopback; see config.addresses.name_hosts.
+      api_key: clients must send it; '' = none.
+      hosts: names by which clients without a key may call it, in addition to loopback; see config.addresses.name_hosts.
     """
 
     api_key: str = ''
     hosts: frozenset[str] = frozenset()
 
     def admit(self, request: web.Request) -> None:
-        """Raises RequestError for a request without the key, and for one that a web page may have sent."""
+        """Raises RequestError for a request without the key, and for a request that a web page may have sent."""
         if self.api_key:
             if request.path in OPEN_PATHS:
                 return
@@ -63,8 +63,8 @@ def refuse_pages(request: web.Request, hosts: frozenset[str], *, is_proven: bool
     """Raises RequestError for a request that a web page of another address may have sent.
 
     Args:
-      hosts: of this server, next to those of loopback.
-      is_proven: a key shows who sends it, which no page has; then any Host and any type of the body will do.
+      hosts: names of this server, in addition to loopback.
+      is_proven: the sender has the key, which no page has; then any Host and any type of body are accepted.
     """
     acts = request.method not in READING or request.path in ACTING_PATHS
     called = {parse_host(authority) for authority in (request.host, *request.headers.getall(hdrs.HOST, ()))}
@@ -104,7 +104,7 @@ def _require_origin(request: web.Request, own: frozenset[str]) -> None:
 
 
 def _require_json(request: web.Request) -> None:
-    """One type, whatever its parameters are."""
+    """Raises RequestError unless there is one content type, application/json, with any parameters."""
     types = request.headers.getall(hdrs.CONTENT_TYPE, ())
     if [one.partition(';')[0].strip().lower() for one in types] != [_JSON]:
         shown = ', '.join(types)[:_SHOWN]

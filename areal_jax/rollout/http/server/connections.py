@@ -1,8 +1,8 @@
-"""The connections of a server: how many there may be, how long one may be silent, and which is closed for want of room.
+"""The connections of a server: bounds on their number and silence, and the choice of which to close if room is needed.
 
-aiohttp has bounds for none of it. A connection is held against a deadline while a head of a request is to come and
-while what was written is not read, and one for which no answer is being made is closed where another one needs its
-place, the longest silent first. So clients that only connect keep no others out.
+aiohttp has no such bounds. A connection has a deadline for the head of a request to arrive, and for the peer to read
+written bytes. If a new connection needs room, the connection that has been silent for longest is closed, of all for
+which no answer is being made. So clients that only connect cannot keep others out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aiohttp import web
 
 from areal_jax.rollout.http.server.replies import answer_http_error, refuse
 
-SWEEP_S = 0.5  # between two looks at the deadlines
-_CLOSING_S = 5.0  # for a peer to take what was written before its connection was closed
-_SPARE = 16  # connections beyond the bound while an answer is being made for every one
+SWEEP_S = 0.5  # between two checks of the deadlines
+_CLOSING_S = 5.0  # for a peer to read the last bytes before its connection was closed
+_SPARE = 16  # connections beyond the bound while all are being answered
 _BURST = 16  # accepted between two turns of the loop, in which closed ones give their descriptors back
 _RETRY_S = 0.05  # after an accept that failed
 
@@ -33,12 +33,12 @@ class ConnectionLimits:
 
     most: int
     header_s: float  # for the head of a request to arrive
-    write_s: float  # for a peer to read on
+    write_s: float  # for a peer to read more
     idle_s: float = 75.0  # between two requests
 
 
 class Connection(web.RequestHandler):
-    """One connection, which tells the table what it does."""
+    """One connection; reports its state to the table."""
 
     def __init__(self, table: ConnectionTable, server: web.Server, idle_s: float, logger: logging.Logger):
         loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None  # aiohttp forgets the transport before all is written
         self._is_served = False  # a request is being received or answered
         self._head_since_s: float | None = None
-        self._unread, self._unread_since_s = 0, 0.0  # bytes that the peer has not taken, and since when so many
+        self._unread, self._unread_since_s = 0, 0.0  # bytes that the peer has not read, and since when so
         self._closing_since_s: float | None = None
 
     # What aiohttp calls.
@@ -72,7 +72,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Writes a reply; what aiohttp would answer in plain text becomes JSON."""
+        """Writes a reply; replies of aiohttp in plain text become JSON."""
         if isinstance(resp, web.HTTPException):
             resp = answer_http_error(request, resp)
         self._table.note_silent(self)
@@ -89,7 +89,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The reply to what is no HTTP, and to an error outside of the routes; the connection is closed behind it."""
+        """Makes the reply to malformed HTTP and to an error outside the routes; the connection is closed after it."""
         if isinstance(exc, UnicodeError):  # aiohttp writes a header into its own error
             status, message = 400, 'a header is no UTF-8'
         if status >= 500:
@@ -102,14 +102,14 @@ class Connection(web.RequestHandler):
         return reply
 
     def log_exception(self, *args: object, **fields: object) -> None:
-        """Not the damaged rest of a body, which is read after its request was refused."""
+        """Logs an exception, except for the damaged rest of a body that is read after its request was refused."""
         if not isinstance(fields.get('exc_info'), web.RequestPayloadError):
             super().log_exception(*args, **fields)
 
     # What routes call.
 
     def note_request(self, has_body: bool) -> None:
-        """The head of a request has come."""
+        """Notes that the head of a request has arrived."""
         self._is_served, self._head_since_s = True, None
         if has_body:
             self._table.note_silent(self)
@@ -117,13 +117,13 @@ class Connection(web.RequestHandler):
             self.note_body()
 
     def note_body(self) -> None:
-        """All of a request has come: its answer is being made."""
+        """Notes that a whole request has arrived: its answer is being made."""
         self._table.note_busy(self)
 
     # What the table calls.
 
     def abort(self) -> None:
-        """Closes it; what was written and not read is lost."""
+        """Closes the connection; bytes written and not yet read are lost."""
         if self._wire is not None:
             self._wire.abort()
 
@@ -149,7 +149,7 @@ class ConnectionTable:
         self.limits, self._logger = limits, logger
         self.closed_for_room = 0  # and refused, since the start
         self._all: dict[Connection, None] = {}
-        self._silent: dict[Connection, None] = {}  # for which no answer is being made, the longest silent first
+        self._silent: dict[Connection, None] = {}  # not being answered, the longest silent first
         self._arriving: set[asyncio.Task[object]] = set()
 
     def __len__(self) -> int:
@@ -163,7 +163,7 @@ class ConnectionTable:
         self._silent.pop(connection, None)
 
     def note_silent(self, connection: Connection) -> None:
-        """It waits for its peer from now on."""
+        """Notes that the connection waits for its peer from now on."""
         self._silent.pop(connection, None)
         if connection in self._all:
             self._silent[connection] = None
@@ -173,7 +173,7 @@ class ConnectionTable:
 
     @contextlib.asynccontextmanager
     async def listening(self, listener: socket.socket, server: web.Server, backlog: int) -> AsyncIterator[None]:
-        """Inside, connections to the listener are served; at the end it is closed."""
+        """Serves connections to the listener inside the context; closes the listener at its end."""
         listener.setblocking(False)
         listener.listen(backlog)
         loop = asyncio.get_running_loop()
@@ -199,7 +199,7 @@ class ConnectionTable:
                     await asyncio.sleep(_RETRY_S)
                     continue
                 while self._arriving and self._count() >= self.limits.most:
-                    await asyncio.sleep(0)  # some turns of the loop later they are connections, which can be closed
+                    await asyncio.sleep(0)  # after a few turns of the loop they are connections, which can be closed
                 if not self._has_room():
                     self._logger.warning('all %d connections are in use: another one was closed', len(self._all))
                     connected.close()
@@ -216,7 +216,7 @@ class ConnectionTable:
             connected.close()
 
     def _has_room(self) -> bool:
-        """Whether another connection can be taken, after closing the longest silent one where there are too many."""
+        """Returns whether another connection fits; first closes the longest silent one if there are too many."""
         if self._count() >= self.limits.most:
             self._close_silent()
         return self._count() < self.limits.most + _SPARE

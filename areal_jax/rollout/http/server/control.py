@@ -1,4 +1,4 @@
-"""The routes that control a server, in the words of SGLang and of vLLM; the service does the same for both."""
+"""The routes that control a server, in SGLang's and in vLLM's form; both call the same actions of the service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_jax.types import KvPolicy
 
 _VLLM_PAUSES = ('abort', 'wait', 'keep')
 Found = TypeVar('Found')
-_ID_PREFIXES = ('generate-tokens-', 'cmpl-', 'chatcmpl-')  # with which replies begin a request's id
+_ID_PREFIXES = ('generate-tokens-', 'cmpl-', 'chatcmpl-')  # prefixes of a request's id in replies
 
 
 def list_routes() -> list[web.RouteDef]:
@@ -45,7 +45,7 @@ def list_routes() -> list[web.RouteDef]:
 
 
 def _post(path: str, handler: Handler, *query: str) -> web.RouteDef:
-    """`query`: the parameters that the route reads; another one is refused, as an unknown field of a body is."""
+    """Makes a POST route; refuses query parameters not in `query`, like unknown fields of a body."""
     return web.post(path, _knowing(query, handler))
 
 
@@ -94,7 +94,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
-    """Answers 400 with success=false where nothing was changed; no other refusal changes anything either."""
+    """Loads and swaps weights; answers 400 with success=false if it fails. No refusal changes anything."""
     path, label, flush, cancel = await _read(request, wire.read_update_from_disk)
     try:
         await _load(request, path, label or '')
@@ -107,7 +107,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 
 async def update_weight_version(request: web.Request) -> web.Response:
-    """SGLang and vLLM have this route in common."""
+    """Sets the weight version; SGLang and vLLM share this route."""
     label, cancel = await _read(request, wire.read_new_version)
     bridge, client = request.app[BRIDGE], _client(request)
     if cancel:
@@ -151,7 +151,7 @@ async def weight_info(request: web.Request) -> web.Response:
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    """Ids with and without the prefix of the replies; an empty list ends all."""
+    """Ends requests by their ids, with or without the prefix that replies add; an empty list ends all."""
     given = await _read(request, wire.read_abort_ids)
     bridge = request.app[BRIDGE]
     if given:
@@ -171,20 +171,20 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def start_weight_update(request: web.Request) -> web.Response:
-    """First phase: says that an update follows; nothing has to be made ready here."""
+    """First phase: announces an update; this server has nothing to prepare."""
     await _read(request, wire.read_nothing)
     return web.json_response({'message': 'Weight update started'})
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """Second phase: loads the directory of `update_info` while decoding goes on with the old weights."""
+    """Second phase: loads the directory of `update_info` while decoding continues with the old weights."""
     path = await _read(request, wire.read_update)
     await _load(request, path)
     return web.json_response({'message': 'Weights updated'})
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
-    """Third phase: between two dispatches; answers when no token is drawn under the old weights any more."""
+    """Third phase: swaps between two dispatches; answers once no more tokens are drawn under the old weights."""
     label = await _read(request, wire.read_finish)
     await _swap(request, label, flush=True, cancel=False)
     pause_s = (await request.app[BRIDGE].look()).update_pause_s
@@ -192,7 +192,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """Of vLLM's methods the one that loads weights; their version stays until /update_weight_version."""
+    """Runs vLLM's method that loads weights, no other; the weight version stays until /update_weight_version."""
     path = await _read(request, wire.read_rpc)
     await _load(request, path)
     await _swap(request, None, flush=True, cancel=False)
@@ -203,7 +203,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
 
 
 async def register_client(request: web.Request) -> web.Response:
-    """Ends every request and what other such clients have paused: they are refused from now on."""
+    """Registers a client; ends every request and the pauses of other such clients, which are refused from now on."""
     await _read(request, wire.read_nothing)
     client = wire.require_client(_client(request))
     await request.app[BRIDGE].act('register', lambda service: service.register(client))
@@ -211,7 +211,7 @@ async def register_client(request: web.Request) -> web.Response:
 
 
 async def renew_pause(request: web.Request) -> web.Response:
-    """Never begins a pause: one that has ended stays so."""
+    """Renews the lease of a pause; never begins a pause again that has ended."""
     await _read(request, wire.read_nothing)
     wire.require_client(_client(request))
     lease, bridge = _lease(request), request.app[BRIDGE]
@@ -220,11 +220,11 @@ async def renew_pause(request: web.Request) -> web.Response:
     return web.json_response({'renewed': found})
 
 
-# What all do.
+# Shared by all routes.
 
 
 async def _read(request: web.Request, read: Callable[[Fields], Found]) -> Found:
-    """What a reader finds in the body; fields without influence are counted."""
+    """Returns the result of a reader on the body; counts fields without influence."""
     fields = Fields(await read_body(request))
     found = read(fields)
     request.app[BRIDGE].counts.note_ignored(fields.ignored)
@@ -247,7 +247,7 @@ async def _load(request: web.Request, path: str, label: str = '') -> None:
 
 
 async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel: bool) -> None:
-    """What is paused in place keeps its KV unless the cache is to be flushed; else the engine's own way holds."""
+    """Swaps weights; requests paused in place keep their KV unless `flush`, others follow the engine's policy."""
     bridge, client = request.app[BRIDGE], _client(request)
     policy: KvPolicy | None = None
     if (await bridge.look()).pause == 'in_place':
@@ -264,7 +264,7 @@ def _lease(request: web.Request) -> Lease | None:
 
 
 def _query(request: web.Request, name: str, choices: tuple[str, ...]) -> str:
-    """The value of a query parameter; the first choice where it is absent."""
+    """Returns the value of a query parameter; the first choice if it is absent."""
     value = request.query.get(name, choices[0])
     if value not in choices:
         raise refuse(name, value, f'must be {" or ".join(map(repr, choices))}')

@@ -20,8 +20,8 @@ from areal_jax.rollout.http.wire import chat, completions, messages, responses, 
 from areal_jax.rollout.http.wire.exchange import MISSED, Answer, Call, Piece, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.sglang import DONE, frame
 
-_ANSWER_VALUES = 32  # of an answer in a reply, besides those of each token
-_LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events
+_ANSWER_VALUES = 32  # of an answer in a reply, in addition to the values of each token
+_LAST_WORDS_S = 5.0  # for the reader of a stream to take its last events
 Pieces = AsyncIterator[tuple[Answer, Piece]]
 
 
@@ -58,13 +58,13 @@ _BATCHES: tuple[Dialect, ...] = (sglang, completions)  # whose requests may have
 
 
 def list_routes(model: str) -> list[web.RouteDef]:
-    """`model` is the name for calls that name none."""
+    """Lists the routes; `model` is the model name for calls that name none."""
     generating = [web.post(path, _handle(dialect, model)) for path, dialect in ROUTES.items()]
     return [*generating, web.post('/v1/messages/count_tokens', count_tokens)]
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    """The length of the prompt of a conversation, also of one that the context has no room for."""
+    """Answers the length of a conversation's prompt, even if it is too long for the context."""
     async with request.app[BODIES].opened(request, messages.parse_count, prompts=1) as parsed:
         call = await request.app[BRIDGE].encode(parsed)
     request.app[BRIDGE].counts.note_ignored(call.ignored)
@@ -106,9 +106,9 @@ def _handle(dialect: Dialect, model: str) -> Handler:
 async def _stream(
     request: web.Request, dialect: Dialect, call: Call, exchange: Exchange, info: ReplyInfo, deadline: asyncio.Timeout
 ) -> web.StreamResponse:
-    """Server-sent events; what goes wrong after the first byte becomes the last event."""
+    """Answers with server-sent events; an error after the first byte becomes the last event."""
     pieces, limit_s = exchange.pieces(), request.app[BRIDGE].limits.request_s
-    first = await anext(pieces, None)  # a refusal by the engine still has a status of its own
+    first = await anext(pieces, None)  # a refusal by the engine can still set the reply's status
     response = web.StreamResponse(headers={'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'})
     try:
         await response.prepare(request)
@@ -128,7 +128,7 @@ async def _write_events(
     response: web.StreamResponse, dialect: Dialect, call: Call, exchange: Exchange, pieces: Pieces,
     first: tuple[Answer, Piece] | None, info: ReplyInfo, deadline: asyncio.Timeout, limit_s: float,
 ) -> bytes:  # fmt: skip
-    """Writes the events of all pieces; returns what remains to be said of a failure."""
+    """Writes the events of all pieces; returns the bytes of the end, or of a failure."""
     try:
         if first is not None:
             await response.write(dialect.render_event(call, *first, info))
@@ -151,7 +151,7 @@ def _render_failure(dialect: Dialect, answers: Sequence[Answer], message: str, s
 
 
 def _count_values(call: Call, answers: Sequence[Answer]) -> int:
-    """Of a reply, about."""
+    """Estimates the number of values in a reply."""
     each = 2 + call.alternatives + len(call.columns) if call.logprobs else 1
     of_prompts = sum(len(prompt) for prompt in call.prompts) if call.prompt_starts or call.echo else 0
     return (

@@ -1,4 +1,4 @@
-"""What one server takes on: refusals with their status, before and while a request is served."""
+"""The limits of one server: refusals with their status, before and while a request is served."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from areal_jax.rollout.http.wire.exchange import RequestError
 
-_MOST = 65536  # a limit above it is not asked for: some programs close all descriptors below their limit one by one
+_MOST = 65536  # no higher limit is requested: some programs close all descriptors below their limit one by one
 _RESERVED = 112  # for files of weights, pipes of templates, and connections between accept and close
 _LEAST = 16  # connections, however few descriptors there are
 _OPEN = pathlib.Path('/proc/self/fd')
-_OPEN_GUESS = 64  # where the system does not say
+_OPEN_GUESS = 64  # if the system does not list them
 
 
 def raise_limit() -> None:
@@ -27,12 +27,12 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a system that gives less than it says: the soft limit stays
+        with contextlib.suppress(OSError, ValueError):  # a system that allows less than it states: the soft limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def count_connections(wanted: int) -> int:
-    """As many of the wanted connections as the limit of descriptors leaves room for."""
+    """Returns how many of the wanted connections the limit of descriptors allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -40,7 +40,7 @@ def count_connections(wanted: int) -> int:
     return min(wanted, max(_LEAST, soft - taken - _RESERVED))
 
 
-# What the HTTP thread complains of: a line for each kind and minute, however often clients provoke it.
+# The log of the HTTP thread: at most one line per kind and minute, however often clients provoke it.
 
 
 NAME = 'areal_jax.rollout.http.server'
@@ -48,7 +48,7 @@ _PERIOD_S = 60.0
 
 
 class OncePerMinute(logging.Filter):
-    """Lets the first record of a kind pass, then one a minute that says how many it counts for."""
+    """Passes the first record of a kind, then one per minute that states how many were held back."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         super().__init__()
@@ -70,7 +70,7 @@ class OncePerMinute(logging.Filter):
 
 @contextlib.contextmanager
 def bounded_log() -> Iterator[logging.Logger]:
-    """The logger of the HTTP side, inside with a bound."""
+    """Yields the logger of the HTTP side, which is rate-limited inside the context."""
     logger, bound = logging.getLogger(NAME), OncePerMinute()
     logger.addFilter(bound)
     try:
@@ -80,10 +80,10 @@ def bounded_log() -> Iterator[logging.Logger]:
 
 
 TOO_LONG_BODY, SLOW_BODY, TOO_MANY_STREAMS, QUEUE_FULL, TOO_LATE = 413, 408, 429, 503, 504
-SMALL_BYTES = 1 << 16  # of a body that is parsed on the loop of HTTP
+SMALL_BYTES = 1 << 16  # of a body that is parsed on the HTTP loop
 PLACE_S = 60.0  # for a place of a large body, and for its parsing
-_REST, _LEAST_REST_S, _MOST_REST_S = 4.0, 0.1, 2.0  # behind a body that is refused: so many times what it took
-_MOST_LARGE = 3  # larger ones of all clients, that are here at once
+_REST, _LEAST_REST_S, _MOST_REST_S = 4.0, 0.1, 2.0  # after a refused body: a multiple of its time, within bounds
+_MOST_LARGE = 3  # larger bodies of all clients at once
 FAILED = 500  # the model gave no numbers for this request
 
 
@@ -95,30 +95,30 @@ class Limits:
     body_s: float = 30.0  # for a body to arrive
     requests: int = 1024  # answers under way or queued
     streams: int = 256  # open responses with server-sent events
-    scored_tokens: int = 1 << 17  # of one request, whose log-probs are computed by a scoring pass
+    scored_tokens: int = 1 << 17  # of one request, scored by a scoring pass
     request_s: float = 3600.0  # from the body to the end of the answer
-    reply_s: float = 30.0  # for the host's side to answer what needs no generation
-    share: float = 0.5  # of the free places of the queue, that one request may take; one place always
-    connections: int = 4096  # fewer where the process may not open so many
+    reply_s: float = 30.0  # for the host's side to answer requests without generation
+    share: float = 0.5  # of the free places of the queue, for one request; at least one place
+    connections: int = 4096  # fewer if the process may not open that many
     header_s: float = 10.0  # for the head of a request to arrive
-    write_s: float = 120.0  # for a client to read on
+    write_s: float = 120.0  # for a client to read more
 
 
 class Load:
-    """Counts what is open on the HTTP thread, and refuses what is too much."""
+    """Counts open answers and streams on the HTTP thread, and refuses requests beyond the limits."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self.answers = self.streams = 0
 
     def admit(self, answers: int, stream: bool) -> None:
-        """Raises RequestError; otherwise `release` must follow."""
+        """Admits a request, after which `release` must follow, or raises RequestError."""
         self.require_room(answers, stream)
         self.answers += answers
         self.streams += stream
 
     def require_room(self, answers: int, stream: bool) -> None:
-        """Raises RequestError where `admit` would."""
+        """Raises RequestError if `admit` would."""
         limits = self.limits
         if answers > (most := self._share_of(limits.requests)):
             raise RequestError(
@@ -142,11 +142,11 @@ class Load:
 
     @property
     def most_answers(self) -> int:
-        """Of one request, where no other is open."""
+        """The most answers of one request, if no other is open."""
         return self._share_of(self.limits.requests)
 
     def _share_of(self, places: int) -> int:
-        """Of so many places, what one request may take: those that are left are for others."""
+        """Returns how many of `places` one request may take; the rest is for others."""
         return max(1, int(self.limits.share * places))
 
     def release(self, answers: int, stream: bool) -> None:
@@ -155,12 +155,12 @@ class Load:
 
 
 class Places:
-    """For large bodies: a client has one in work at a time, from its first byte to its token ids; on one loop.
+    """Places for large bodies: one in work per client, from its first byte to its token ids; on one loop.
 
-    The refusal of one is sent after a rest, in which the client has no other in work either.
+    A refusal is sent after a delay, during which the client's place stays taken.
 
     Args:
-      wait_s: for the place of a client; then 429.
+      wait_s: for the place of a client; after it 429.
     """
 
     def __init__(self, wait_s: float):
@@ -171,7 +171,7 @@ class Places:
 
     @contextlib.asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """Inside, the place of the client is held. Raises RequestError where it did not become free in time."""
+        """Holds the place of the client inside the context. Raises RequestError if it does not become free in time."""
         place = self._places.setdefault(client, asyncio.Lock())
         self._users[client] += 1
         try:
@@ -190,7 +190,7 @@ class Places:
                 try:
                     yield
                 except RequestError:
-                    # what is refused costs its sender nothing: without a rest it would only be sent again
+                    # a refusal costs the sender nothing: without a delay it would only send the body again
                     await asyncio.sleep(min(_MOST_REST_S, max(_LEAST_REST_S, _REST * (time.monotonic() - began_s))))
                     raise
         finally:

@@ -1,4 +1,4 @@
-"""The page of all routes: /openapi.json, made of what the parsers take, and the same to read at /docs."""
+"""The page of all routes: /openapi.json, generated from the parsers, and the same as HTML at /docs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _BLOCKS = [
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One route; a request has the fields that `parse` takes of the examples, the first of which the page shows."""
+    """One route; its request fields are those that `parse` takes from the examples. The page shows the first."""
 
     path: str
     method: str
@@ -78,7 +78,7 @@ def list_operations() -> list[Operation]:
 def _generate(
     path: str, tag: str, summary: str, dialect: object, *examples: JsonObject, told: Sequence[JsonObject]
 ) -> Operation:
-    """`told`: fields that replies depend on, the first with all that a reply can say."""
+    """Describes a generating route; `told`: fields that replies depend on, the first with everything in a reply."""
     parse, render = dialect.parse, dialect.render  # type: ignore[attr-defined]
     bodies = [*examples, *(examples[0] | fields for fields in told)]
     replies = [_reply(parse, render, body, index) for body in bodies for index in range(len(_FINISHES))]
@@ -149,7 +149,7 @@ def _conversing() -> list[Operation]:
 
 
 def _reply(parse: Callable[[object], Call], render: Callable[..., object], body: JsonObject, index: int) -> object:
-    """What a server would answer, with one token; some replies have scores of prompts, some have none."""
+    """Renders a server's reply with one token; some replies have scores of prompts, some have not."""
     call = name_answers(parse(body), 'request')
     prompt, token, number = np.array([1, 2, 3], np.int32), 5 + index, np.array([-0.5], np.float32)
     scores = TokenScores(number, np.array([[token]], np.int32), number[:, None])
@@ -272,7 +272,7 @@ def _telling() -> list[Operation]:
 
 @functools.cache
 def describe_server() -> JsonObject:
-    """The OpenAPI document, version 3.1."""
+    """Returns the OpenAPI document, version 3.1."""
     paths: dict[str, JsonObject] = {}
     for operation in list_operations():
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
@@ -321,7 +321,7 @@ td, th { text-align: left; padding: .2em .8em .2em 0; vertical-align: top }"""
 
 @functools.cache
 def render_page() -> str:
-    """The document as one HTML page that loads nothing."""
+    """Renders the document as one HTML page that loads nothing."""
     document, parts = describe_server(), []
     operations = [(path, method, found) for path, one in document['paths'].items() for method, found in one.items()]
     for tag in dict.fromkeys(found['tags'][0] for _, _, found in operations):
@@ -352,7 +352,7 @@ def _render(path: str, method: str, operation: JsonObject) -> str:
 
 
 def _kind(schema: JsonObject) -> str:
-    """'integer from 0 to 20, default 1'."""
+    """Describes a schema, as in 'integer from 0 to 20, default 1'."""
     plain = next((one for one in schema.get('anyOf', ()) if one != {'type': 'null'}), schema)
     if None in plain.get('enum', ()):
         return 'absent, null, false, 0 or empty'

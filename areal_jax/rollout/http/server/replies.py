@@ -1,4 +1,4 @@
-"""What every route has in common: who may ask, and what is refused becomes the reply of the path's dialect."""
+"""Shared by every route: access control, and refusals as replies in the dialect of the path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _log = logging.getLogger(NAME)
 
 @runtime_checkable
 class Progress(Protocol):
-    """A connection that is told how far a request on it has come (connections.py)."""
+    """A connection that is told the progress of a request on it (connections.py)."""
 
     def note_request(self, has_body: bool) -> None: ...
 
@@ -61,11 +61,11 @@ class Progress(Protocol):
 
 
 def guard(admit: Callable[[web.Request], None], holder: Callable[[], str] = str) -> Middleware:
-    """A middleware: takes no request that is not admitted, and answers every refusal in the dialect of the path.
+    """Returns a middleware that takes admitted requests only, and answers refusals in the dialect of the path.
 
     Args:
-      admit: raises RequestError for a request of somebody whom this server does not serve, see callers.py.
-      holder: gives the name of this process in the registry of its run; requests that name another one are refused.
+      admit: raises RequestError for a sender whom this server does not serve, see callers.py.
+      holder: returns the name of this process in the registry of its run; requests that name another one are refused.
     """
 
     @web.middleware
@@ -94,14 +94,14 @@ def guard(admit: Callable[[web.Request], None], holder: Callable[[], str] = str)
 
 
 def answer_http_error(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
-    """The reply of the path's dialect to what aiohttp refuses: an unknown path, a method that a path does not have."""
+    """Replies in the path's dialect to requests that aiohttp refuses: an unknown path, or a wrong method for a path."""
     reply = refuse(request, f'{request.method[:20]} {request.path[:80]}: {error.reason}', error.status)
     reply.headers.update(_allowed(error))
     return reply
 
 
 def refuse(request: web.BaseRequest, message: str, status: int, field: str = '') -> web.Response:
-    """The reply of the path's dialect to what is refused."""
+    """Returns a refusal in the dialect of the path."""
     dialect: ModuleType = vllm
     if request.path in _SGLANG_PATHS:
         dialect = sglang
@@ -126,26 +126,26 @@ def _allowed(error: web.HTTPException) -> dict[str, str]:
     return {'Allow': error.headers['Allow']} if 'Allow' in error.headers else {}
 
 
-# Bodies of requests: how large one may be, where a large one is parsed, and one place for the large ones of a client.
+# Bodies of requests: their size limit, the parsing of large ones, and one place per client for a large body.
 #
-# A small body, of SMALL_BYTES at most, is parsed on the loop of HTTP. A larger one first has to get the place of its
-# client: it is read, counted, parsed and made into token ids there before the next one of the client is read. So one
-# client keeps the others waiting for no more than one body, and what has arrived is bounded in memory.
+# A small body, of SMALL_BYTES at most, is parsed on the HTTP loop. A larger one first has to get the place of its
+# client: it is read, counted, parsed and made into token ids before the next one of the client is read. So one
+# client keeps the others waiting for no more than one body, and the memory of received bodies is bounded.
 
 
 _MOST_AT_ONCE = 1 << 14  # values of a reply that is written on the loop
 _NONE: Mapping[str, str] = {}
-_THREADS = 2  # for what is done with large bodies, so that it takes no thread from small ones
+_THREADS = 2  # for work on large bodies, so that it takes no thread from small ones
 Result = TypeVar('Result')
 Parse = Callable[[object], Result]
 
 
 class Bodies:
-    """What a server, or a gateway, knows of the bodies that it is sent. Used on one loop.
+    """Reads and parses the bodies sent to a server or a gateway. Used on one loop.
 
     Args:
-      bound: of the values of a body.
-      wait_s: for the place of a client; then 429.
+      bound: on the values of a body.
+      wait_s: for the place of a client; after it 429.
     """
 
     def __init__(self, limits: Limits, bound: BodyBound, parser: BodyParser | None = None, wait_s: float = PLACE_S):
@@ -157,14 +157,14 @@ class Bodies:
     async def opened(
         self, request: web.Request, parse: Parse[Result], prompts: int, client: str = '', any_text: bool = False
     ) -> AsyncIterator[Result]:
-        """What `parse`, a function of a module, makes of the JSON of the body, {} where it is empty.
+        """Yields `parse(JSON of the body)`, {} for an empty body; `parse` must be a function of a module (picklable).
 
-        Inside, the place of its client is held if the body is large.
+        Holds the place of the client inside the context if the body is large.
 
         Args:
-          prompts: that the route takes at most.
-          client: who sends it; '' = the address of the peer.
-          any_text: the handler itself refuses a text that no context has room for.
+          prompts: the most prompts that the route takes.
+          client: the sender; '' = the address of the peer.
+          any_text: the handler itself refuses texts that are too long for the context.
 
         Raises RequestError.
         """
@@ -183,14 +183,14 @@ class Bodies:
             yield found
 
     def taken(self, client: str) -> contextlib.AbstractAsyncContextManager[None]:
-        """Inside, the place of the client is held. Raises RequestError where it did not become free in time."""
+        """Holds the place of the client inside the context. Raises RequestError if it does not become free in time."""
         return self._places.taken(client)
 
     @contextlib.asynccontextmanager
     async def parsed(self, message: bytes, parse: Callable[[bytes], Result], client: str) -> AsyncIterator[Result]:
-        """What `parse`, a function of a module, makes of a message that has arrived as a whole.
+        """Yields `parse(message)` for a whole message; `parse` must be a function of a module (picklable).
 
-        Inside, the place of its client is held if the message is large. Raises RequestError.
+        Holds the place of the client inside the context if the message is large. Raises RequestError.
         """
         if len(message) <= SMALL_BYTES:
             yield parse(message)
@@ -199,9 +199,9 @@ class Bodies:
             yield await self.run(functools.partial(self._parser.parse, parse, message))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Runs work on a large body in a thread. It is waited for also where the caller is cancelled.
+        """Runs work on a large body in a thread, and waits for it even if the caller is cancelled.
 
-        Else a client that leaves would have its next body here while this one is worked on.
+        Otherwise a client that disconnects could send its next body while this one is still in work.
         """
         work = asyncio.get_running_loop().run_in_executor(self._threads, function)
         try:
@@ -213,7 +213,7 @@ class Bodies:
     async def reply(
         self, render: Callable[[], object], values: int, headers: Mapping[str, str] = _NONE
     ) -> web.Response:
-        """The JSON that `render` makes, of about so many values; a large one is made in a thread, piece by piece."""
+        """Replies with the JSON of `render()`, about `values` values; makes a large one in a thread, piece by piece."""
         if values <= _MOST_AT_ONCE:
             return web.json_response(render(), headers=headers)
         content = await self.run(lambda: ''.join(write_slowly(render())).encode())
@@ -224,7 +224,7 @@ class Bodies:
         self._threads.shutdown(wait=False)
 
     async def _read(self, request: web.Request, content: bytearray, most: int) -> bool:
-        """Adds the body to `content`; False where it has more bytes than `most`, which are read in part then.
+        """Adds the body to `content`; returns False, and reads only a part, if it has more bytes than `most`.
 
         Raises RequestError.
         """
@@ -259,7 +259,7 @@ BODIES: web.AppKey[Bodies] = web.AppKey('bodies', Bodies)
 
 
 async def read_body(request: web.Request) -> object:
-    """The JSON of the body of a route that takes no prompts, {} where it is empty; raises RequestError."""
+    """Reads the JSON body of a route that takes no prompts, {} if it is empty; raises RequestError."""
     async with request.app[BODIES].opened(request, _as_it_is, prompts=0) as body:
         return body
 
@@ -279,13 +279,13 @@ _CHAT_UNSERVED = ('continue_final_message', 'chat_template', 'chat_template_kwar
 
 
 class TokenizeCall(NamedTuple):
-    """What /tokenize is asked."""
+    """The contents of a /tokenize request."""
 
     texts: str | tuple[str, ...]
     messages: tuple[Message, ...]
     tools: tuple[JsonObject, ...]
-    adds_special: bool  # texts get what the tokenizer adds around them
-    with_strings: bool  # the texts of tokens are wanted
+    adds_special: bool  # add the special tokens that the tokenizer puts around texts
+    with_strings: bool  # return the texts of tokens
 
 
 def list_routes() -> list[web.RouteDef]:
@@ -297,7 +297,7 @@ def list_routes() -> list[web.RouteDef]:
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The ids of a text, of each of a list of texts, or of a conversation in the chat form of the model."""
+    """Answers the ids of a text, of each text of a list, or of a conversation in the model's chat form."""
     bridge = request.app[BRIDGE]
     async with request.app[BODIES].opened(request, parse_tokenize, MOST_PROMPTS) as parsed:
         (texts, messages, tools, adds_special, with_strings), ignored = parsed
@@ -331,7 +331,7 @@ def _render_tokens(bridge: Bridge, found: Sequence[np.ndarray], is_batch: bool, 
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of ids, or of each list of ids, under both names that servers have for it."""
+    """Answers the text of ids, or of each list of ids, under the field names of both vLLM and SGLang."""
     bridge = request.app[BRIDGE]
     async with request.app[BODIES].opened(request, parse_detokenize, MOST_PROMPTS) as parsed:
         (lists, is_batch, skip_special), ignored = parsed
@@ -349,26 +349,26 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """The special tokens by role, as harnesses ask for them that tokenize here."""
+    """Answers the special tokens by role, for harnesses that tokenize with this server."""
     bridge = request.app[BRIDGE]
     info: JsonObject = {'max_model_len': bridge.context_tokens, 'vocab_size': bridge.vocab_size}
     return web.json_response(info | bridge.texts.special_tokens())
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeCall, tuple[str, ...]]:
-    """See `read_tokenize`; and the fields that have no influence."""
+    """Returns the result of `read_tokenize`, and the fields that have no influence."""
     fields = Fields(body)
     return read_tokenize(fields), fields.ignored
 
 
 def parse_detokenize(body: object) -> tuple[tuple[list[np.ndarray], bool, bool], tuple[str, ...]]:
-    """See `read_detokenize`; and the fields that have no influence."""
+    """Returns the result of `read_detokenize`, and the fields that have no influence."""
     fields = Fields(body)
     return read_detokenize(fields), fields.ignored
 
 
 def read_tokenize(fields: Fields) -> TokenizeCall:
-    """Either texts or messages."""
+    """Reads a /tokenize request, which has either texts or messages."""
     messages: tuple[Message, ...] = ()
     tools: tuple[JsonObject, ...] = ()
     adds_special = fields.take_flag('add_special_tokens', not fields.has('messages'))
@@ -400,7 +400,7 @@ def read_tokenize(fields: Fields) -> TokenizeCall:
 
 
 def read_detokenize(fields: Fields) -> tuple[list[np.ndarray], bool, bool]:
-    """(lists of ids, whether they came in a list, whether special tokens are left out)."""
+    """Returns (lists of ids, whether they came in a list, whether special tokens are left out)."""
     given = fields.take('tokens')
     is_batch = isinstance(given, list) and bool(given) and isinstance(given[0], list)
     rows = given if is_batch and isinstance(given, list) else [given]

@@ -1,4 +1,4 @@
-"""What a call has scored: the prompts of its answers, and the alternatives of generated tokens."""
+"""Scoring for calls: the prompts of the answers, and the alternatives of generated tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_jax.rollout.stream import LogprobError
 
 
 def require_scorable(call: Call, most_tokens: int) -> None:
-    """Raises RequestError where the prompts to be scored have more tokens than this server scores for one request."""
+    """Raises RequestError if the prompts to be scored have more tokens than `most_tokens`, this server's limit."""
     indices = range(0, call.n_answers, call.n)
     scored = sum(len(call.prompts[i // call.n]) - call.scored_from(i) for i in indices)
     if scored > most_tokens:
@@ -26,16 +26,16 @@ def require_scorable(call: Call, most_tokens: int) -> None:
 
 
 async def score_prompts(bridge: Bridge, call: Call, answers: Sequence[Answer]) -> None:
-    """Sets the scores of all prompts, of which log-probs are wanted, before anything is generated."""
+    """Sets the scores of all prompts whose log-probs are wanted, before anything is generated."""
     await _score(bridge, call, [answer for answer in answers if answer.index % call.n == 0], with_answers=False)
     _share_prompts(call, answers)
 
 
 async def score_answers(bridge: Bridge, call: Call, answers: Sequence[Answer]) -> None:
-    """The same when the answers are complete, and their alternatives.
+    """Sets the scores of prompts and the alternatives of answers, when the answers are complete.
 
-    Alternatives come from a pass over prompt and answer, which is exact under the weights that drew the answer. Where
-    these changed since it began, it gets none.
+    Alternatives come from a pass over prompt and answer, which is exact under the weights that drew the answer. If the
+    weights changed since the answer began, it gets none.
     """
     if call.alternatives:
         await _score(bridge, call, answers, with_answers=True)
@@ -45,7 +45,7 @@ async def score_answers(bridge: Bridge, call: Call, answers: Sequence[Answer]) -
 
 
 def _share_prompts(call: Call, answers: Sequence[Answer]) -> None:
-    """The answers to one prompt have the scores of the first."""
+    """Copies the prompt scores of the first answer to all answers of the same prompt."""
     for answer in answers:
         first = answers[answer.index - answer.index % call.n]
         answer.prompt_scores, answer.scored_version = first.prompt_scores, first.scored_version
@@ -84,7 +84,7 @@ async def _ask(bridge: Bridge, request: ScoringRequest) -> Scored | None:
 
 
 def _describe(call: Call, answer: Answer, with_answers: bool) -> ScoringRequest:
-    """Prompt tokens at temperature 1, generated ones at the request's temperature, as their own log-probs."""
+    """Makes the scoring request: prompt tokens at temperature 1, generated ones at the request's temperature."""
     prompt = len(answer.prompt_tokens)
     first = call.scored_from(answer.index) if answer.index % call.n == 0 else prompt
     generated = answer.tokens if with_answers else np.zeros(0, np.int32)

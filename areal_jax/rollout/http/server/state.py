@@ -1,4 +1,4 @@
-"""The routes that say how a server is: health, models, facts and metrics."""
+"""The routes that report a server's state: health, models, facts and metrics."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _UNHEALTHY = 503
 
 @dataclasses.dataclass
 class Facts:
-    """What does not change while a server runs, but for `draining` and `holder`."""
+    """The facts of a running server; only `draining` and `holder` change."""
 
     model: str
     model_path: str
     architecture: str
     program_version: str
     started_s: int  # seconds since 1970
-    draining: bool = False  # it ends when what runs has ended
-    holder: str = ''  # what the registry of a run calls this process; '' = it is in none
+    draining: bool = False  # the server ends when its open requests have ended
+    holder: str = ''  # name of this process in the registry of a run; '' = it is in none
 
 
 FACTS: web.AppKey[Facts] = web.AppKey('facts', Facts)
@@ -57,12 +57,12 @@ def list_routes() -> list[web.RouteDef]:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 where the host's side answers, which goes on while a dispatch runs, and the weights give numbers."""
+    """Answers 200 if the host's side answers, as it does during a dispatch too, and the weights give finite numbers."""
     return await _describe_state(request)
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """200 where one token can be generated."""
+    """Answers 200 if one token can be generated."""
     bridge = request.app[BRIDGE]
     sampling = CallSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     exchange = bridge.open(Call((np.zeros(1, np.int32),), 'input_ids', (sampling,), ('',)))
@@ -80,7 +80,7 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 where it takes requests: not while it drains, and not where it is not healthy."""
+    """Answers 200 if the server takes requests: if it is healthy and does not drain."""
     draining = 'this server is ending' if request.app[FACTS].draining else ''
     return _describe_health(draining) if draining else await _describe_state(request)
 
@@ -92,7 +92,7 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def one_model(request: web.Request) -> web.Response:
-    """The entry of the list under this name; 404 for another, though requests may name any model."""
+    """Answers the model's entry; 404 for another name, although requests may name any model."""
     facts, name = request.app[FACTS], request.match_info['name']
     if name != facts.model:
         raise RequestError('model', f'model={name!r} is not served here: this server has {facts.model!r}', 404)
@@ -136,7 +136,7 @@ async def world_size(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """In the text format of Prometheus."""
+    """Answers the metrics in the text format of Prometheus."""
     bridge, connections = request.app[BRIDGE], request.app[CONNECTIONS]
     status = await bridge.look()
     engine, counts = status.engine, bridge.counts
@@ -219,7 +219,7 @@ def _waiting(status: ServiceStatus) -> int:
 
 
 async def _describe_state(request: web.Request) -> web.Response:
-    """503 where this server can not be relied on; 200 while it is paused, with whose pauses these are."""
+    """Answers 503 if this server is not reliable; 200 while it is paused, with the pauses and their holders."""
     bridge = request.app[BRIDGE]
     try:
         status = await bridge.look()
@@ -231,5 +231,5 @@ async def _describe_state(request: web.Request) -> web.Response:
 
 
 def _describe_health(fault: str) -> web.Response:
-    """Empty where all is well, as probes expect it."""
+    """Answers 503 with the fault; without a fault 200 with an empty body, as probes expect."""
     return web.json_response({'status': 'unhealthy', 'reason': fault}, status=_UNHEALTHY) if fault else web.Response()

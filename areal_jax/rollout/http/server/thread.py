@@ -1,4 +1,4 @@
-"""The thread of HTTP: an aiohttp application on an asyncio loop of its own."""
+"""The HTTP thread: an aiohttp application on a separate asyncio loop."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _REQUESTS_PER_CONNECTION = 0.75  # open answers: the other connections are for h
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What the routes need to know of the model."""
+    """The model's facts that the routes need."""
 
     texts: Texts
     context_tokens: int
     vocab_size: int
-    seed: int  # of the noise of requests that bring none
+    seed: int  # of the noise of requests without a seed
     facts: Facts
     required: Required = 'refuse'  # see wire/openai.py
-    parser: AnswerParser | None = None  # of calls in another notation than that of Hermes
+    parser: AnswerParser | None = None  # for tool calls in another notation than Hermes
     recorded: tuple[str, ...] = ()  # columns of the model (rollout.record_routes)
 
 
 class HttpThread:
-    """A context manager: inside, requests are taken; at its end connections are closed.
+    """A context manager that serves requests inside the context and closes connections at its end.
 
     Args:
       listener: a bound socket, see `bind`.
-      callers: whom it obeys.
-      on_death: called on this thread where the loop ends by an error.
+      callers: the access rules.
+      on_death: called on this thread if the loop ends by an error.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HttpThread:
         self._thread.join(_SHUTDOWN_S + 1.0)
 
     def refuse_new(self) -> None:
-        """From any thread: /ready answers 503 from now on."""
+        """Makes /ready answer 503 from now on; callable from any thread."""
         self._model.facts.draining = True
 
     def _run(self) -> None:
@@ -136,7 +136,7 @@ class HttpThread:
         return app
 
     def _fit_limits(self, log: logging.Logger) -> Limits:
-        """The limits, lowered to what the process may open."""
+        """Returns the limits, lowered to the descriptors that the process may open."""
         limits = self._limits
         connections = count_connections(limits.connections)
         if connections < limits.connections:
@@ -160,7 +160,7 @@ def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dic
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; port 0 takes a free one. Raises UserError for an address that cannot be had."""
+    """Returns a socket bound to the address; port 0 takes a free one. Raises UserError for an unavailable address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -178,6 +178,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def describe_url(listener: socket.socket) -> str:
-    """'http://127.0.0.1:8000'."""
+    """Returns the listener's URL, as in 'http://127.0.0.1:8000'."""
     host, port = listener.getsockname()[:2]
     return f'http://{join_address(host, port)}'

@@ -1,4 +1,4 @@
-"""What the tokens of an answer say: text, and calls of tools where the request has tools."""
+"""Reads the tokens of an answer: text, and tool calls if the request has tools."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from areal_jax.types import concatenate
 class AnswerText:
     """Turns the tokens of one answer into the text that they add.
 
-    Text that may be the beginning of a stop string, or is one, is held back until it is clear that the answer goes on
-    behind it. The work is in proportion to the new tokens, not to the answer.
+    Text that may be the beginning of a stop string, or is one, is held back until it is clear that the answer continues
+    after it. The work is in proportion to the new tokens, not to the answer.
 
     Args:
       decoder: of this answer, from its beginning.
@@ -32,7 +32,7 @@ class AnswerText:
         self._held = ''  # text that may be the beginning of a stop string
 
     def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> str:
-        """The text that the tokens add; those that end the answer come with its end."""
+        """Returns the text that the tokens add; the last tokens of an answer must come with its `finish`."""
         if finish is None:
             self._held += self._decoder.extend(tokens)
             clear = len(self._held) - self._suspicious()
@@ -43,7 +43,7 @@ class AnswerText:
         before = self._held + self._decoder.extend(tokens[:-1])
         given = before + self._decoder.extend(tokens[-1:], is_last=True)
         if isinstance(finish.matched, str):
-            # it ends behind what came before, or with it where the end comes alone
+            # it ends after the earlier text, or at its end if no tokens come with the finish
             begin = given.find(finish.matched, max(0, len(before) - len(finish.matched) + min(1, len(tokens))))
             kept = len(finish.matched) if self._keep_stop else 0
             given = given if begin < 0 else given[: begin + kept]
@@ -51,7 +51,7 @@ class AnswerText:
         return given
 
     def _suspicious(self) -> int:
-        """Characters at the end of the held text that a stop string may begin with, or is."""
+        """The number of characters at the end of the held text that may be (the beginning of) a stop string."""
         longest = max(map(len, self._stops), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
@@ -66,9 +66,9 @@ def cut_stop(
     token_bytes: TokenBytes,
     encode: Callable[[str], np.ndarray],
 ) -> np.ndarray:
-    """The ids of a whole answer without the stop that ended it, and without what its last token has behind a string.
+    """Returns the ids of a whole answer without the stop that ended it, and without any text after a stop string.
 
-    Where a stop string begins inside of a token, the text before it in this token is encoded again.
+    If a stop string begins inside a token, the text before it in this token is encoded again.
 
     Args:
       keep_stop: the stop stays.
@@ -90,24 +90,24 @@ def cut_stop(
 
 
 def _begins(content: bytes, place: int) -> bool:
-    """Whether no character is cut in two there."""
+    """Whether a UTF-8 character begins at the place."""
     return content[place] & 0xC0 != 0x80
 
 
-# Calls of tools in the text of an answer, in the notation that the model was trained to write.
+# Tool calls in the text of an answer, in the notation that the model was trained to write.
 
 
 SPACE = ' \t\r\n'  # white space of JSON
-# One character each in the place of a mark that is a token of its own. Decoded text has no half of a surrogate pair.
+# Placeholders for marks that are single tokens. Lone surrogates never occur in decoded text.
 BEGIN_TOKEN, END_TOKEN = '\ud800', '\ud801'
 
 
 @dataclasses.dataclass(frozen=True)
 class Notation:
-    """How a model writes a call: two marks, and what is between them.
+    """A model's notation of a call: two marks, and the format of the text between them.
 
-    `read` gives the name of the function and its arguments, a JSON object as it was written, or None for what is no
-    call.
+    `read` returns the name of the function and its arguments, a JSON object as it was written, or None if the text is
+    no call.
     """
 
     begin: str
@@ -128,15 +128,15 @@ Part = str | FoundCall
 
 
 class CallParser:
-    """Cuts the text of one answer, which comes piece by piece, into text and calls.
+    """Splits the text of one answer, which comes piece by piece, into text and calls.
 
-    How the text is cut into pieces does not matter. All of it is in the parts, in order, but for white space behind a
-    call at the end of the answer. White space before a call belongs to the call. What begins as a call and is none
-    stays text, and `unparsed` counts it: no closing mark, or anything but one JSON object between the marks.
+    The result does not depend on the pieces. The parts contain all text, in order, except white space after a call at
+    the end of the answer. White space before a call belongs to the call. A malformed call stays text and is counted in
+    `unparsed`: it has no closing mark, or anything but one JSON object between the marks.
 
     Args:
-      tokens: which of BEGIN_TOKEN and END_TOKEN are in the text in the place of a mark. Such a mark counts wherever it
-        is, and its spelled text does not; the text of another mark does not count inside of a JSON string.
+      tokens: the placeholders, of BEGIN_TOKEN and END_TOKEN, that replace a mark in the text. Such a mark counts
+        anywhere, and its spelled text does not; a mark without placeholder does not count inside a JSON string.
     """
 
     def __init__(self, notation: Notation, tokens: Sequence[str] = ()):
@@ -145,13 +145,13 @@ class CallParser:
         self._begin = BEGIN_TOKEN if BEGIN_TOKEN in tokens else notation.begin
         self._end = END_TOKEN if END_TOKEN in tokens else notation.end
         self._next = re.compile('|'.join([r'["\\\n]', re.escape(self._begin), re.escape(self._end)]))
-        self._text = ''  # what is not decided yet; inside of a call, what is not scanned yet
-        self._call: list[str] = []  # of an open call: white space and mark, then what is scanned
+        self._text = ''  # not decided yet; inside a call, not scanned yet
+        self._call: list[str] = []  # of an open call: white space and mark, then scanned text
         self._in_string = False
         self._after_call = False  # nothing but white space has come since a call
 
     def extend(self, text: str, is_last: bool = False) -> list[Part]:
-        """The parts that are complete now; with the last piece of the answer all that are left."""
+        """Returns the parts that are complete now; with the last piece of the answer, all remaining parts."""
         self._text += text
         parts: list[Part] = []
         while (found := self._advance(is_last)) is not None:
@@ -161,7 +161,7 @@ class CallParser:
         return parts
 
     def _advance(self, is_last: bool) -> list[Part] | None:
-        """The parts of one step; None where more text is needed, or none is left."""
+        """Returns the parts of one step; None if more text is needed, or none is left."""
         return self._scan_call(is_last) if self._call else self._scan_text(is_last)
 
     def _scan_text(self, is_last: bool) -> list[Part] | None:
@@ -208,7 +208,7 @@ class CallParser:
         return None
 
     def _end_call(self, end: int) -> list[Part]:
-        """The closing mark ends at `end` of the text that is not scanned yet."""
+        """Ends a call whose closing mark ends at `end` of the text that is not scanned yet."""
         self._call.append(self._text[:end])
         written, lead = ''.join(self._call), len(self._call[0])
         read = self._notation.read(written[lead : len(written) - len(self._end)])
@@ -218,7 +218,7 @@ class CallParser:
         return [FoundCall(*read, self._write(written))]
 
     def _break_off(self, end: int, more: Sequence[str] | None = None) -> list[Part]:
-        """What was scanned up to `end` is no call."""
+        """Returns what was scanned up to `end` as text, because it is no call."""
         self.unparsed += 1
         written = ''.join([*self._call, *([self._text[:end]] if more is None else more)])
         kept = max(len(self._call[0]), len(written.rstrip(SPACE)))  # white space may belong to the next call
@@ -226,7 +226,7 @@ class CallParser:
         return self._spell(written[:kept])
 
     def _reopen(self) -> list[Part]:
-        """The answer ends inside of a call: its mark is text, and what follows it is looked at again."""
+        """Handles an answer that ends inside a call: its mark is text, and the text after it is scanned again."""
         self.unparsed += 1
         lead, *rest = self._call
         self._text, self._call = ''.join([*rest, self._text]), []
@@ -236,21 +236,21 @@ class CallParser:
         return [self._write(text)] if text else []
 
     def _write(self, text: str) -> str:
-        """The text with its marks as they are written."""
+        """Returns the text with its marks spelled out."""
         return text.replace(BEGIN_TOKEN, self._notation.begin).replace(END_TOKEN, self._notation.end)
 
 
 def _count_begun(text: str, mark: str) -> int:
-    """Characters at the end of the text that the mark may begin with."""
+    """The number of characters at the end of the text that may be the beginning of the mark."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
-# Hermes, as Qwen and others write it: {"name": ..., "arguments": {...}}.
+# Hermes, the notation of Qwen and others: {"name": ..., "arguments": {...}}.
 
 
 def read_hermes(text: str) -> tuple[str, str] | None:
-    """(name, arguments as they were written) of the JSON object in `text`; None for anything else."""
+    """Returns (name, arguments as they were written) of the JSON object in `text`; None for anything else."""
     try:
         members = _read_members(text)
         (name, _), (arguments, written) = members['name'], members['arguments']
@@ -260,12 +260,12 @@ def read_hermes(text: str) -> tuple[str, str] | None:
 
 
 def require_call(name: object, arguments: object, written: str) -> tuple[str, str]:
-    """(name, arguments as they were written); raises ValueError for what no client could read, or send back."""
+    """Returns (name, arguments as written); raises ValueError for a call that no client could read or send back."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError('no name, or arguments that are no object')
     if count_levels(arguments) > MOST_LEVELS:
         raise ValueError('too many levels')
-    (name + written).encode()  # no half of a surrogate pair
+    (name + written).encode()  # raises for lone surrogates
     return name, written
 
 
@@ -278,7 +278,7 @@ STRICT_JSON = json.JSONDecoder(parse_constant=_refuse)  # no NaN
 
 
 def _read_members(text: str) -> dict[str, tuple[object, str]]:
-    """Each member of the one object in `text`, as a value and as it was written; raises ValueError."""
+    """Reads the members of the one object in `text`, as values and as they were written; raises ValueError."""
     found: dict[str, tuple[object, str]] = {}
     at = _skip(text, 0, '{')
     closed = text[at : at + 1] == '}'
@@ -298,7 +298,7 @@ def _read_members(text: str) -> dict[str, tuple[object, str]]:
 
 
 def _skip(text: str, at: int, expected: str = '') -> int:
-    """The place behind white space, the expected character, and white space; raises ValueError."""
+    """Returns the place after white space, the expected character, and white space; raises ValueError."""
     at = _end_space(text, at)
     if text[at : at + len(expected)] != expected:
         raise ValueError(f'no {expected!r}')
@@ -318,25 +318,25 @@ Tools: TypeAlias = Sequence[Mapping[str, object]]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What some tokens add to an answer."""
+    """The text and calls that some tokens add to an answer."""
 
-    text: str = ''  # outside of calls
-    calls: tuple[ToolCall, ...] = ()  # that these tokens complete
-    unparsed: int = 0  # calls that are broken, and stay text
-    hidden: int = 0  # calls after the first, where one was asked for
+    text: str = ''  # outside calls
+    calls: tuple[ToolCall, ...] = ()  # completed by these tokens
+    unparsed: int = 0  # malformed calls, which stay text
+    hidden: int = 0  # calls after the first, if only one was requested
     reasoning: str = ''  # before the text
 
 
 class AnswerReader(Protocol):
-    """Reads one answer from its beginning. How its tokens are cut into pieces does not matter."""
+    """Reads one answer from its beginning. The result does not depend on how its tokens are split into pieces."""
 
     def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> Reading:
-        """What int32 [n] tokens add; with `finish` they are the last."""
+        """Reads the next tokens, int32 [n]; with `finish` they are the last."""
         ...
 
 
 class PlainReader:
-    """All is text."""
+    """Reads an answer as text only."""
 
     def __init__(self, text: AnswerText):
         self._text = text
@@ -346,13 +346,13 @@ class PlainReader:
 
 
 class CallReader:
-    """Text and calls of a notation.
+    """Reads text and the calls of a notation.
 
     Args:
-      text: with BEGIN_TOKEN and END_TOKEN in the place of marks that are tokens.
+      text: with BEGIN_TOKEN and END_TOKEN instead of marks that are tokens.
       parser: of the same answer.
       only_first: calls after the first are hidden and counted.
-      make_id: of a call.
+      make_id: makes the id of a call.
     """
 
     def __init__(self, text: AnswerText, parser: CallParser, only_first: bool, make_id: Callable[[], str]):
@@ -377,32 +377,32 @@ class CallReader:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedAnswer:
-    """What a whole answer says."""
+    """The parsed contents of a whole answer."""
 
-    text: str  # outside of calls; broken ones are text
+    text: str  # outside calls; malformed calls are text
     calls: tuple[tuple[str, str], ...] = ()  # names, and arguments, which are JSON objects
     reasoning: str = ''  # before the text
-    unparsed: int = 0  # calls that are broken
+    unparsed: int = 0  # malformed calls
 
 
 class AnswerParser(Protocol):
     """Reads whole answers in the notation of one model."""
 
     def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
-        """What sampled ids say, int32 [n]; without tools there are no calls.
+        """Parses sampled ids, int32 [n]; without tools there are no calls.
 
         Args:
-          prompt: int32 [P], that the answer follows: reasoning may begin in it.
+          prompt: int32 [P], the answer's prompt: reasoning may begin in it.
         """
         ...
 
 
 class WholeReader:
-    """Implements AnswerReader for what reads whole answers: all of an answer comes with its end.
+    """Implements AnswerReader with a parser of whole answers: the whole answer comes with its end.
 
     Args:
-      parse: the ids of an answer, int32 [n], without the stop that ended it.
-      cut: takes that stop away.
+      parse: parses the ids of an answer, int32 [n], without the stop that ended it.
+      cut: removes that stop.
       only_first, make_id: see CallReader.
     """
 

@@ -23,14 +23,14 @@ render_error = openai.render_error
 
 
 def parse(body: object) -> Call:
-    """The call in a request body; raises RequestError."""
+    """Parses a request body; raises RequestError."""
     fields = Fields(body)
     ids = openai.token_ids_prompt(fields, 'input_ids')
     if ids is None:
         prompt: Prompt = openai.read_messages(fields)
     else:
         prompt = ids
-        fields.take_ignored('messages')  # the ids are what the template would make of them
+        fields.take_ignored('messages')  # the ids replace them
     limit = fields.take_optional_integer('max_completion_tokens', least=1)
     older_limit = fields.take_optional_integer('max_tokens', least=1)
     wants_logprobs = fields.take_flag('logprobs')
@@ -52,7 +52,7 @@ def parse(body: object) -> Call:
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
-    """The reply, with a choice for each of the n answers."""
+    """Renders the reply, with a choice for each of the n answers."""
     choices = []
     for answer in answers:
         choice = _render_choice(call, answer, answer, info, whole=True)
@@ -68,9 +68,9 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """What `piece`, the answer's last one, adds: an event with its text and tokens, and two for each call.
+    """Renders the events of `piece`, the answer's last: one with its text and tokens, and two for each call.
 
-    The first event of an answer names the role, the last one how it ended.
+    The first event of an answer names the role, the last one the finish reason.
     """
     first = answer.n_tokens == len(piece.tokens)
     delta: JsonObject = {'role': 'assistant'} if first else {}
@@ -91,19 +91,19 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
-    """What follows the last event of the last answer, before [DONE]."""
+    """Renders the bytes after the last event of the last answer, before [DONE]."""
     return openai.render_usage(call, answers, info, _ROUTE)
 
 
 def _read_modalities(fields: Fields) -> None:
-    """Answers are plain text alone."""
+    """Refuses modalities other than plain text."""
     given = fields.take('modalities')
     if given not in (None, ['text']):
         raise fields.refuse('modalities', given, 'is not served: answers are plain text')
 
 
 def _render_message(answer: Answer) -> JsonObject:
-    """The content is null where the answer is calls alone."""
+    """Renders the message; its content is null if the answer consists of calls alone."""
     message: JsonObject = {'role': 'assistant', 'content': answer.text}
     if answer.calls:
         message = {'role': 'assistant', 'content': answer.text or None}
@@ -112,7 +112,7 @@ def _render_message(answer: Answer) -> JsonObject:
 
 
 def _render_deltas(answer: Answer, piece: Piece) -> list[JsonObject]:
-    """Two for each call of the piece, the answer's last one: its name, and its arguments."""
+    """Renders two deltas for each call of the answer's last piece: its name, and its arguments."""
     found: list[JsonObject] = []
     for index, call in enumerate(piece.calls, start=len(answer.calls) - len(piece.calls)):
         named, filled = describe_call(call.id, call.name, ''), {'function': {'arguments': call.arguments}}
@@ -135,7 +135,7 @@ def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, wh
 
 
 def _entry(name: str, logprob: float) -> JsonObject:
-    """An entry; a token that is a part of a character has no bytes of its own here."""
+    """Renders an entry of log-probs; `bytes` is null for a token that is only a part of a character."""
     return {
         'token': name,
         'bytes': None if '\ufffd' in name else list(name.encode()),

@@ -19,7 +19,7 @@ render_error = openai.render_error
 
 
 def parse(body: object) -> Call:
-    """The call in a request body; raises RequestError."""
+    """Parses a request body; raises RequestError."""
     fields = Fields(body)
     prompts = _read_prompts(fields)
     limit = fields.take_integer('max_tokens', _DEFAULT_NEW_TOKENS, least=0)
@@ -42,13 +42,13 @@ def parse(body: object) -> Call:
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
-    """The reply, with a choice for each answer."""
+    """Renders the reply, with a choice for each answer."""
     choices = [_render_choice(call, answer, answer, info, 0, whole=True) for answer in answers]
     return openai.render_reply(call, answers, info, _ROUTE, choices)
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """One event of a stream: what `piece`, the answer's last one, adds; the first one has the echo."""
+    """Renders the event of `piece`, the answer's last; the first event has the echo."""
     first = answer.n_tokens == len(piece.tokens)
     offset = len(answer.text) - len(piece.text) + (0 if first else len(answer.prompt_text)) if call.logprobs else 0
     choice = _render_choice(call, answer, openai.part_of(answer, piece), info, offset, whole=first)
@@ -56,12 +56,12 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
-    """What follows the last event of the last answer, before [DONE]."""
+    """Renders the bytes after the last event of the last answer, before [DONE]."""
     return openai.render_usage(call, answers, info, _ROUTE)
 
 
 def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    """One prompt or a list of them, each a text or ids."""
+    """Reads one prompt or a list of prompts, each a text or ids."""
     given = fields.peek('prompt')
     if isinstance(given, str) and given:
         return fields.take_texts('prompt')
@@ -77,7 +77,7 @@ def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
 
 
 def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, offset: int, whole: bool) -> JsonObject:
-    """Of the answer or an event of it; `whole` is what begins with the echo."""
+    """Renders the choice of an answer or of an event; `whole`: it begins with the echo."""
     text = answer.prompt_text + part.text if whole else part.text
     choice = openai.render_choice(call, answer, part, info, whole) | {'text': text}
     if call.prompt_logprobs is not None:
@@ -103,7 +103,7 @@ def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, of
 
 
 def _top_logprobs(call: Call, answer: Answer, part: Answer, info: ReplyInfo) -> list[JsonObject | None]:
-    """Of the generated tokens: the likeliest, and the token itself; null where its weights are not in use any more."""
+    """Lists for each generated token the likeliest tokens and itself; null if its weights are no longer in use."""
     if answer.alternatives is None:
         return [None] * part.n_tokens
     ranked = answer.alternatives.ranked(call.alternatives)
@@ -112,7 +112,7 @@ def _top_logprobs(call: Call, answer: Answer, part: Answer, info: ReplyInfo) -> 
 
 
 def _echoed_tops(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject | None]:
-    """Of the prompt, whose first token has none."""
+    """Lists the likeliest tokens for each prompt token; null for the first."""
     scores, prompt = answer.prompt_scores, answer.prompt_tokens.tolist()
     if scores is None:
         return [None] * len(prompt)
@@ -121,7 +121,7 @@ def _echoed_tops(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject
 
 
 def _name_all(top: Sequence[tuple[int, float]], token: int, logprob: float, call: Call, info: ReplyInfo) -> JsonObject:
-    """Log-probs by the names of tokens; of tokens with one name, parts of characters, the likeliest counts."""
+    """Returns log-probs by token name; if tokens share a name (parts of characters), the likeliest counts."""
     found: JsonObject = {}
     for other, value in top:
         found.setdefault(openai.token_name(other, call, info), logprob if other == token else value)

@@ -1,4 +1,4 @@
-"""What the routes that control a server read, in the words of SGLang and of vLLM, and what they say of pauses.
+"""The readers of the control routes, in SGLang's and in vLLM's form, and the rendering of pauses.
 
 All readers raise RequestError.
 """
@@ -21,28 +21,28 @@ _SECONDS = re.compile(r'[0-9]{1,5}(\.[0-9]{1,9})?')
 
 
 def read_client(name: str) -> str:
-    """The header CLIENT; '' = the client does not name itself."""
+    """Reads the header CLIENT; '' = the client does not name itself."""
     if name and not _NAME.fullmatch(name):
         raise RequestError(CLIENT, f'{CLIENT} must be 1 to 200 ASCII characters without spaces')
     return name
 
 
 def require_client(name: str) -> str:
-    """The header of a call that only clients that name themselves may send."""
+    """Reads the header CLIENT of a call that only clients with a name may make."""
     if not name:
         raise RequestError(CLIENT, f'{CLIENT} is missing: send a name that no other client has')
     return read_client(name)
 
 
 def read_seconds(text: str) -> float:
-    """The parameter lease_s; 0 where it is absent."""
+    """Reads the parameter lease_s; 0 if it is absent."""
     if text and not _SECONDS.fullmatch(text):
         raise refuse('lease_s', text, 'must be seconds, as 90 or 2.5')
     return float(text or 0)
 
 
 def read_lease(client: str, seconds: float) -> Lease | None:
-    """The lease of a pause; None for a client that does not name itself, which has none."""
+    """Reads the lease of a pause; None for a client that does not name itself, which has no lease."""
     if not client and not seconds:
         return None
     if not 0 < seconds <= LONGEST_LEASE_S:
@@ -51,7 +51,7 @@ def read_lease(client: str, seconds: float) -> Lease | None:
 
 
 def render_pauses(pauses: Sequence[PauseStatus]) -> list[JsonObject]:
-    """Who has paused, in the order in which the pauses began: seconds since then, and those that the lease lasts."""
+    """Renders pauses in the order in which they began: holder, seconds since then, and seconds left of the lease."""
     return [
         {
             'mode': pause.mode,
@@ -68,7 +68,7 @@ def read_nothing(fields: Fields) -> None:
 
 
 def read_abort(fields: Fields) -> str:
-    """The id of a request; '' = all of them."""
+    """Reads the id of a request; '' = all requests."""
     name, every = fields.take_text('rid'), fields.take_flag('abort_all')
     fields.take_ignored('abort_message', 'finished_reason')
     fields.finish()
@@ -78,7 +78,7 @@ def read_abort(fields: Fields) -> str:
 
 
 def read_pause(fields: Fields) -> str:
-    """SGLang's mode."""
+    """Reads SGLang's pause mode."""
     mode = fields.take_choice('mode', _SGLANG_PAUSES, 'abort')
     fields.finish()
     return mode
@@ -90,7 +90,7 @@ def read_continue(fields: Fields) -> None:
 
 
 def read_update_from_disk(fields: Fields) -> tuple[str, str | None, bool, bool]:
-    """(directory, weight version, whether the cache is flushed, whether open requests are ended)."""
+    """Returns (directory, weight version, whether the cache is flushed, whether open requests are ended)."""
     path, label = fields.take_text('model_path'), fields.take_text('weight_version') or None
     flush, cancel = fields.take_flag('flush_cache', default=True), fields.take_flag('abort_all_requests')
     fields.take_choice('load_format', ('auto', 'safetensors'))
@@ -103,7 +103,7 @@ def read_update_from_disk(fields: Fields) -> tuple[str, str | None, bool, bool]:
 
 
 def read_new_version(fields: Fields) -> tuple[str, bool]:
-    """(weight version, whether open requests are ended)."""
+    """Returns (weight version, whether open requests are ended)."""
     label, cancel = fields.take_text('new_version'), fields.take_flag('abort_all_requests')
     fields.finish()
     if not label:
@@ -112,14 +112,14 @@ def read_new_version(fields: Fields) -> tuple[str, bool]:
 
 
 def read_abort_ids(fields: Fields) -> tuple[str, ...]:
-    """Ids of requests; () = all of them."""
+    """Reads ids of requests; () = all requests."""
     given = fields.take_texts('request_ids')
     fields.finish()
     return given
 
 
 def read_update(fields: Fields) -> str:
-    """The directory of vLLM's second phase."""
+    """Reads the directory of vLLM's second phase."""
     info = fields.take_fields('update_info')
     path = info.take_text('weights_path')
     info.finish()
@@ -130,14 +130,14 @@ def read_update(fields: Fields) -> str:
 
 
 def read_finish(fields: Fields) -> str | None:
-    """The weight version; None = unchanged."""
+    """Reads the weight version; None = unchanged."""
     label = fields.take_text('weight_version') or None
     fields.finish()
     return label
 
 
 def read_rpc(fields: Fields) -> str:
-    """The directory for vLLM's reload_weights."""
+    """Reads the directory of vLLM's reload_weights."""
     method = fields.take_choice('method', ('reload_weights',), 'reload_weights')
     inside = fields.take_fields('kwargs')
     path = inside.take_text('weights_path')

@@ -1,4 +1,4 @@
-"""What a request and its answers are, whatever the dialect that they are written in."""
+"""Requests and their answers, independent of the dialect that they are written in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FinishWord = Literal['stop', 'length', 'abort']
 
 
 class RequestError(UserError):
-    """A body that is refused: one sentence that names the field, its value and the fix."""
+    """A refused body: one sentence that names the field, its value and the fix."""
 
     def __init__(self, field: str, message: str, status: int = 400):
         super().__init__(message)
@@ -40,12 +40,12 @@ class Message:
 
     role: str  # 'system', 'user', 'assistant', 'tool': the chat template knows them
     content: str
-    tool_calls: tuple[JsonObject, ...] = ()  # of an assistant; arguments are objects, or text that is none
+    tool_calls: tuple[JsonObject, ...] = ()  # of an assistant; arguments are objects, or text if they are not
     tool_call_id: str = ''  # of a tool: the call that it answers, and the name of the function
     name: str = ''
 
     def describe(self) -> JsonObject:
-        """As chat templates have it."""
+        """Returns the turn as chat templates expect it."""
         optional = {'tool_calls': list(self.tool_calls), 'tool_call_id': self.tool_call_id, 'name': self.name}
         turn: JsonObject = {'role': self.role, 'content': self.content}
         return turn | {name: value for name, value in optional.items() if value}
@@ -53,72 +53,72 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """Something that an answer must be and that sampling cannot promise: a call of a tool, or JSON."""
+    """A requirement on an answer that sampling cannot guarantee: a tool call, or JSON."""
 
     field: str  # of the request, with its value
     value: object
     kind: Literal['call', 'json']
-    sentence: str  # that tells the model
+    sentence: str  # the instruction to the model
     fix: str  # for a server that does not serve wishes
     tool: str = ''  # name of the tool that must be called; '' = any
 
 
-Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or what a tokenizer makes ids of
+Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or input of a tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSampling:
-    """How the answers to one prompt are sampled, as it was asked for: the model's EOS ids are not in it."""
+    """The requested sampling of the answers to one prompt, without the model's EOS ids."""
 
-    max_new_tokens: int | None  # None = what the context leaves room for; 0 = the prompt is scored only
+    max_new_tokens: int | None  # None = as many as the context has room for; 0 = the prompt is scored only
     min_new_tokens: int = 0  # EOS and stop ids can not be drawn before
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # 1.0 = off
     min_p: float = 0.0  # 0 = off
     repetition_penalty: float = 1.0  # 1.0 = off; of prompt and answer
-    presence_penalty: float = 0.0  # 0 = off; of the answer, as the next
+    presence_penalty: float = 0.0  # 0 = off; of the answer, like the next
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
-    stop_tokens: tuple[int, ...] = ()  # that end an answer besides the model's EOS ids
+    stop_tokens: tuple[int, ...] = ()  # end an answer, in addition to the model's EOS ids
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # the model's EOS ids do not end an answer
     seed: int | None = None
-    skip_special_tokens: bool = True  # of the text of an answer, as the next
-    keep_stop: bool = False  # the matched stop string stays in the text; tokens are kept always
+    skip_special_tokens: bool = True  # in the text of an answer, like the next
+    keep_stop: bool = False  # the matched stop string stays in the text; tokens always stay
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One request: `n` answers to each prompt, numbered with the samples of a prompt side by side."""
+    """One request: `n` answers to each prompt; the answers to a prompt have consecutive numbers."""
 
     prompts: tuple[Prompt, ...]
-    prompt_field: str  # what the dialect calls the prompt, for errors
-    sampling: tuple[CallSampling, ...]  # one a prompt
-    request_ids: tuple[str, ...]  # one an answer; '' = the server finds one
-    tools: tuple[JsonObject, ...] = ()  # that the chat template shows to the model, which may call them
+    prompt_field: str  # the dialect's name of the prompt, for errors
+    sampling: tuple[CallSampling, ...]  # one per prompt
+    request_ids: tuple[str, ...]  # one per answer; '' = the server makes one
+    tools: tuple[JsonObject, ...] = ()  # shown to the model by the chat template; the model may call them
     one_tool_call: bool = False  # the reply has the first call of an answer only
     wishes: tuple[Wish, ...] = ()
-    adds_special: bool = True  # prompts that are texts get what the tokenizer adds around them
-    fits_limit: bool = False  # a limit of new tokens beyond the room in the context is lowered to it
+    adds_special: bool = True  # text prompts get the special tokens that the tokenizer adds around texts
+    fits_limit: bool = False  # a limit of new tokens is lowered to the room in the context
     ignored: tuple[str, ...] = ()  # fields that were sent and have no influence
-    template_values: tuple[str, ...] = ()  # names of values for the chat template, which must not look at them
+    template_values: tuple[str, ...] = ()  # names of values for the chat template, which must not read them
     model: str = ''  # echoed
     n: int = 1
-    is_batch: bool = False  # the prompts came in a list, also where it has one entry
+    is_batch: bool = False  # the prompts came in a list, possibly of one entry
     stream: bool = False
     stream_usage: bool = False  # OpenAI: a last event with the usage
     logprobs: bool = False  # wanted in the reply
-    columns: tuple[str, ...] = ()  # and what else of each token
-    first_row: int = 0  # the first token of the prompt whose entries in columns of the model are wanted
-    forms: Mapping[str, ColumnForm] = dataclasses.field(default_factory=dict)  # of these, for who reads the reply
+    columns: tuple[str, ...] = ()  # of tokens, wanted in the reply too
+    first_row: int = 0  # first prompt token whose entries in columns of the model are wanted
+    forms: Mapping[str, ColumnForm] = dataclasses.field(default_factory=dict)  # of these columns, for the client
     echo: bool = False  # OpenAI: the prompt is part of the text, and of the log-probs
-    prompt_texts: tuple[str, ...] = ()  # one a prompt, of a tokenized call with `echo`
-    alternatives: int = 0  # k likeliest tokens in the place of each generated one, and of prompt tokens with log-probs
-    prompt_logprobs: int | None = None  # vLLM: the same of each prompt token, in a list of its own; None = no list
-    prompt_starts: tuple[int, ...] = ()  # one a prompt: first token of its log-probs, which is null; -1 = no list
+    prompt_texts: tuple[str, ...] = ()  # one per prompt, of a tokenized call with `echo`
+    alternatives: int = 0  # k likeliest tokens at each generated token, and at prompt tokens with log-probs
+    prompt_logprobs: int | None = None  # vLLM: k likeliest at each prompt token, in a separate list; None = no list
+    prompt_starts: tuple[int, ...] = ()  # one per prompt: first token of its log-probs, which is null; -1 = no list
     text_in_logprobs: bool = False
-    tokens_as_ids: bool = False  # OpenAI: tokens in log-probs are called 'token_id:N'
+    tokens_as_ids: bool = False  # OpenAI: tokens in log-probs are named 'token_id:N'
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
@@ -130,28 +130,28 @@ class Call:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """Those that have an entry for each generated token alone."""
+        """The columns with an entry for each generated token only."""
         return tuple(name for name in self.columns if find(name).shape is not None)
 
     @property
     def model_columns(self) -> tuple[str, ...]:
-        """The others, whose shape the model gives: they have one for each token that was read."""
+        """The columns whose shape the model sets: they have an entry for each token that was read."""
         return tuple(name for name in self.columns if find(name).shape is None)
 
     def prompt_start(self, answer: int) -> int:
-        """Of the list of log-probs of an answer's prompt; without a list, the length of the prompt."""
+        """Returns the start of the log-probs of an answer's prompt; without a list, the length of the prompt."""
         prompt = answer // self.n
         start = self.prompt_starts[prompt] if self.prompt_starts else -1
         length = len(self.prompts[prompt])
         return length if start < 0 else min(start, length)
 
     def scored_from(self, answer: int) -> int:
-        """The first token of an answer's prompt whose log-prob is wanted; the length of the prompt where none is."""
+        """Returns the first prompt token of an answer whose log-prob is wanted; if none is, the prompt's length."""
         return min(self.prompt_start(answer) + 1, len(self.prompts[answer // self.n]))
 
     @property
     def prompt_alternatives(self) -> int:
-        """k of what a scoring pass says of prompt tokens."""
+        """The number k of likeliest tokens that a scoring pass returns for prompt tokens."""
         return max(self.alternatives, self.prompt_logprobs or 0)
 
     @property
@@ -166,12 +166,12 @@ class ToolCall:
     id: str  # unique
     name: str
     arguments: str  # a JSON object, as the model wrote it
-    after: int = 0  # characters of its piece's text that are before it
+    after: int = 0  # number of characters of its piece's text before it
 
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """What the model thought before its answer, where its notation tells the two apart."""
+    """The model's reasoning before its answer, if its notation separates the two."""
 
     text: str
 
@@ -181,15 +181,15 @@ Part = str | ToolCall | Reasoning  # of an answer; a str is text for the reader
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of an answer under one version of the weights, n >= 0 of them. Producer: the server."""
+    """Consecutive tokens of an answer under one version of the weights, n >= 0 of them. Made by the server."""
 
     tokens: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n], of the full softmax at the temperature
     version: str  # '' = the server did not say
-    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
-    text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
-    calls: tuple[ToolCall, ...] = ()  # that it completes; their notation is not in the text
-    reasoning: str = ''  # all of the answer's, which is before its text
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # further values of each token
+    text: str = ''  # added to the answer's text; a character is in the piece that completes it
+    calls: tuple[ToolCall, ...] = ()  # completed by the piece; their notation is not in the text
+    reasoning: str = ''  # all of the answer's reasoning, which precedes its text
     context: ColumnArrays = dataclasses.field(default_factory=dict)  # of the prompt, with the first piece of an answer
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ class Piece:
 
 
 def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same tokens with one piece where neighbours have one version and the same columns."""
+    """Joins neighbouring pieces that have the same version and the same columns."""
     groups: list[list[Piece]] = []
     for piece in pieces:
         if groups and _is_continued(groups[-1][-1], piece):
@@ -245,11 +245,11 @@ def _join_calls(pieces: Sequence[Piece]) -> Iterator[ToolCall]:
 
 @dataclasses.dataclass
 class Written:
-    """What events have carried, for a dialect whose events say everything again or number their parts."""
+    """The content of earlier events, for a dialect whose events repeat everything or number their parts."""
 
     events: int = 0
     parts: int = 0  # of the answer's parts, begun
-    in_text: bool = False  # the last of them is a text that goes on
+    in_text: bool = False  # the last of them is a text that continues
     tokens: int = 0
     characters: int = 0  # of the answer's text
     text: str = ''  # without quotes
@@ -258,7 +258,7 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """How an answer ended."""
+    """The end of an answer."""
 
     reason: FinishWord
     matched: int | str | None = None  # the stop id or string
@@ -267,7 +267,7 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Output tokens [start, end) were drawn under this version."""
+    """Output tokens [start, end), drawn under this version."""
 
     version: str
     start: int
@@ -276,7 +276,7 @@ class Span:
 
 @dataclasses.dataclass
 class Answer:
-    """One answer, as far as it has come."""
+    """One answer, as far as it is received."""
 
     request_id: str
     prompt_tokens: np.ndarray  # int32 [P]
@@ -284,31 +284,31 @@ class Answer:
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     finish: Finish | None = None  # None while it is generated
     version: str = ''  # of the server's weights when it ended
-    cached_tokens: int = 0  # of the prompt, whose KV was there
-    retractions: int = 0  # times that its KV was given up and computed again
+    cached_tokens: int = 0  # prompt tokens whose KV was cached
+    retractions: int = 0  # times that its KV was dropped and computed again
     latency_s: float = 0.0  # from the arrival of the request
     prompt_text: str = ''  # of a call with `echo`
     prompt_scores: TokenScores | None = None  # of the prompt tokens from Call.scored_from on
-    scored_version: str = ''  # of the weights that they are of
-    alternatives: TokenScores | None = None  # of the generated tokens; None = their weights are not in use any more
+    scored_version: str = ''  # of the weights of these scores
+    alternatives: TokenScores | None = None  # of the generated tokens; None = their weights are no longer in use
     began: int = -1  # number of the weights in use when it began
     written: Written = dataclasses.field(default_factory=lambda: Written(), repr=False, compare=False)
 
     def add(self, piece: Piece) -> None:
-        """Appends a piece. Those of one version are joined so that few are left: an event costs no pass over many."""
+        """Appends a piece. Joins pieces of one version so that few are left, and an event need not visit many."""
         pieces = self.pieces
         pieces.append(piece)
         while len(pieces) > 1 and _is_continued(*pieces[-2:]) and len(pieces[-2].tokens) <= len(pieces[-1].tokens):
             pieces[-2:] = join_pieces(pieces[-2:])
 
     def prompt_logprobs(self, length: int) -> list[float | None]:
-        """Of the last `length` tokens of the prompt; None for those in front that have none."""
+        """Returns the log-probs of the last `length` tokens of the prompt; None for leading tokens without one."""
         found = [] if self.prompt_scores is None else self.prompt_scores.logprobs.tolist()
         return [*[None] * (length - len(found)), *found]
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [n]."""
+        """The tokens, int32 [n]."""
         return concatenate([piece.tokens for piece in self.pieces], np.int32)
 
     @property
@@ -317,11 +317,11 @@ class Answer:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """float32 [n], of the full softmax."""
+        """The log-probs of the full softmax, float32 [n]."""
         return concatenate([piece.logprobs for piece in self.pieces], np.float32)
 
     def column(self, column: Column) -> np.ndarray:
-        """[n, *shape]."""
+        """Returns the column's values, [n, *shape]."""
         return np.concatenate([column.blank(0), *(column.of(p.columns, p.logprobs) for p in self.pieces)])
 
     @property
@@ -338,7 +338,7 @@ class Answer:
 
     @property
     def parts(self) -> list[Part]:
-        """Reasoning, text and calls in their order, no two texts side by side."""
+        """Reasoning, text and calls in their order; neighbouring texts are joined."""
         found: list[Part] = []
         for part in (part for piece in self.pieces for part in piece.parts):
             if found and isinstance(part, str) and isinstance(found[-1], str):
@@ -349,7 +349,7 @@ class Answer:
 
     @property
     def spans(self) -> list[Span]:
-        """Without gaps, neighbours of different versions."""
+        """The spans of versions, without gaps; neighbours have different versions."""
         found: list[Span] = []
         end = 0
         for piece in self.pieces:
@@ -363,7 +363,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class ReplyInfo:
-    """What a reply says of the server."""
+    """The server's facts in a reply."""
 
     model: str  # name of the served model, for calls that name none
     created_s: int  # seconds since 1970
@@ -371,7 +371,7 @@ class ReplyInfo:
 
 
 def name_answers(call: Call, request_id: str) -> Call:
-    """The call with ids made of `request_id` where it has none; the answers of a call that has several are numbered."""
+    """Returns the call with ids made from `request_id` if it lacks any; several answers are numbered."""
     if all(call.request_ids):
         return call
     numbered = tuple(f'{request_id}_{index}' for index in range(call.n_answers))
@@ -379,7 +379,7 @@ def name_answers(call: Call, request_id: str) -> Call:
 
 
 def count_usage(call: Call, answers: Sequence[Answer]) -> dict[str, int]:
-    """Tokens of a reply, as vLLM and OpenAI count them: the prompt of n answers once."""
+    """Counts the tokens of a reply as vLLM and OpenAI do: the prompt of n answers once."""
     prompt = sum(len(answer.prompt_tokens) for answer in answers[:: call.n])
     completion = sum(answer.n_tokens for answer in answers)
     return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion}
@@ -390,7 +390,7 @@ def tokenize_call(
     encode: Callable[[str], Sequence[int] | np.ndarray],
     apply_template: Callable[[Sequence[Message], Sequence[JsonObject]], Sequence[int] | np.ndarray],
 ) -> Call:
-    """The call with token ids in the place of texts and messages; RequestError where nothing is left of one."""
+    """Returns the call with token ids instead of texts and messages; raises RequestError if a prompt has no tokens."""
     prompts = []
     for prompt in call.prompts:
         if not isinstance(prompt, np.ndarray):
@@ -402,12 +402,12 @@ def tokenize_call(
     return dataclasses.replace(call, prompts=tuple(prompts))
 
 
-# Replies of servers, read by clients: a reply whose tokens can not be trusted is refused as a whole.
+# Replies of servers, read by clients: a reply is refused as a whole if its tokens can not be trusted.
 
 
-_MISSING_LOGPROB = -9999.0  # what vLLM writes where it has none
+_MISSING_LOGPROB = -9999.0  # vLLM's value for a missing log-prob
 _LARGEST_TOKEN = 2**31 - 1
-_LARGEST_NUMBER = 1e30  # also keeps integers away that no float holds
+_LARGEST_NUMBER = 1e30  # also excludes integers that no float holds
 _NO_COLUMNS: ColumnArrays = {}
 
 
@@ -421,11 +421,11 @@ class Reply:
         self._name = name
 
     def error(self, field: str, fault: str) -> ReplyError:
-        """For a field that is wrong: raise it."""
+        """Returns the error for a wrong field, to be raised."""
         return ReplyError(f'{field} in the {self._name} of the server has {fault}: the reply is not used')
 
     def name(self, field: str) -> str:
-        """What names something: a text that can be sent back, an integer as one; '' for anything else."""
+        """Reads a name: printable text, or an integer as text; '' for anything else."""
         found = self.values.get(field)
         text = str(found) if type(found) is int else self.text(field)
         return text if text.isprintable() else ''
@@ -434,17 +434,17 @@ class Reply:
         return Reply(self.values.get(field), field)
 
     def text(self, field: str) -> str:
-        """'' for anything else."""
+        """Reads a text; '' for anything else."""
         found = self.values.get(field)
         return found if isinstance(found, str) else ''
 
     def number(self, field: str) -> float:
-        """Of something that is reported only and never negative; 0 for anything else."""
+        """Reads a number that is never negative and only reported; 0 for anything else."""
         found = self.values.get(field)
         return found if isinstance(found, int | float) and 0 <= found < _LARGEST_NUMBER else 0
 
     def integer(self, field: str, most: int) -> int:
-        """From 0 to `most`; 0 where it is absent."""
+        """Reads an integer from 0 to `most`; 0 if it is absent."""
         found = self.values.get(field, 0)
         if type(found) is not int or not 0 <= found <= most:
             raise self.error(field, f'{show(found)}, which is no integer from 0 to {most}')
@@ -458,7 +458,7 @@ class Reply:
 
 
 def load_json(content: str | bytes) -> object:
-    """The value that a server sent; raises ReplyError for what is no JSON."""
+    """Decodes a server's JSON; raises ReplyError for anything else."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting without end
@@ -468,7 +468,7 @@ def load_json(content: str | bytes) -> object:
 def read_logprobs(
     reply: Reply, field: str, pairs: Sequence[Sequence[object]], vocab_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [n] tokens and float32 [n] log-probs from (log-prob, token) pairs."""
+    """Reads tokens, int32 [n], and log-probs, float32 [n], from (log-prob, token) pairs; raises ReplyError."""
     most = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
     for logprob, token in pairs:
         if type(token) is not int or not 0 <= token <= most:
@@ -489,9 +489,9 @@ def cut_by_spans(
     first: int = 0,
     context: ColumnArrays = _NO_COLUMNS,
 ) -> list[Piece]:
-    """One piece for each span of `weight_versions`; of version '' where the server sends none.
+    """Splits tokens into one piece for each span of `weight_versions`; without spans, one piece of version ''.
 
-    `first` is the index of tokens[0] in the answer: spans count from the answer's beginning. `context` is that of the
+    `first` is the index of tokens[0] in the answer: spans count from the answer's beginning. `context` belongs to the
     first piece.
     """
     spans = reply.values.get('weight_versions')
@@ -504,7 +504,7 @@ def cut_by_spans(
     for span in spans:
         version, begin, behind = _read_span(reply, span)
         if behind <= end:
-            continue  # of tokens that came before these
+            continue  # the span of earlier tokens
         if max(begin, first) != end or behind > last:
             break
         part = slice(end - first, behind - first)
@@ -524,10 +524,10 @@ def _read_span(reply: Reply, span: object) -> tuple[str, int, int]:
     return version, begin, behind
 
 
-# Columns of tokens in requests and replies; the names of the fields are made of the names of the columns.
+# Columns of tokens in requests and replies; the names of the fields are made from the names of the columns.
 #
-# vLLM's and OpenAI's bodies ask for a column with `return_NAME`, and their choices hold it as NAME. SGLang's say
-# `NAME_mode='selected'` and `output_token_NAME`. What replies hold of columns of the model is in row_fields.py.
+# vLLM's and OpenAI's bodies request a column with `return_NAME`, and their choices contain it as NAME. SGLang's use
+# `NAME_mode='selected'` and `output_token_NAME`. Columns of the model in replies are in row_fields.py.
 
 
 ASKED = 'return_{}'
@@ -536,18 +536,18 @@ ASKED = 'return_{}'
 def read_wanted(
     is_asked: Callable[[str], bool], field: str = ASKED, columns: Iterable[Column] | None = None
 ) -> tuple[str, ...]:
-    """The columns that a body asks for, of `columns` or of all; `is_asked` takes a field out of it."""
+    """Reads which of `columns` (None = all) a body requests; `is_asked` takes a field out of the body."""
     known = declared() if columns is None else columns
     return tuple(column.name for column in known if column.published and is_asked(field.format(column.name)))
 
 
 def render_columns(call: Call, answer: Answer, first: int = 0, field: str = '{}') -> JsonObject:
-    """The columns that a call wants, of the answer's tokens from `first` on."""
+    """Renders the columns that a call wants, for the answer's tokens from `first` on."""
     return {field.format(name): answer.column(find(name))[first:].tolist() for name in call.token_columns}
 
 
 def parse_columns(reply: Reply, call: Call, tokens: np.ndarray, field: str = '{}') -> dict[str, np.ndarray]:
-    """What `render_columns` has written, of tokens int32 [n]; raises ReplyError."""
+    """Parses the fields of `render_columns` for tokens int32 [n]; raises ReplyError."""
     found = {}
     for name in call.token_columns if len(tokens) else ():
         column, where = find(name), field.format(name)

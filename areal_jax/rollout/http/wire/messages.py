@@ -37,7 +37,7 @@ _REASONS = {'stop': 'end_turn', 'length': 'max_tokens', 'abort': 'abort'}
 
 
 def parse(body: object) -> Call:
-    """The call in a request body; raises RequestError."""
+    """Parses a request body; raises RequestError."""
     fields = Fields(body)
     limit = fields.take_optional_integer('max_tokens', least=1)
     if limit is None:
@@ -46,21 +46,21 @@ def parse(body: object) -> Call:
 
 
 def parse_count(body: object) -> Call:
-    """The call whose prompt is to be counted: `max_tokens` may be left out."""
+    """Parses a request body whose prompt is to be counted: `max_tokens` may be absent."""
     fields = Fields(body)
     fields.take_ignored('max_tokens')
     return _parse(fields, None)
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
-    """The reply with the blocks of the one answer."""
+    """Renders the reply with the blocks of the one answer."""
     answer = answers[0]
     blocks = [_render_block(part) for part in answer.parts]
     return _render_message(call, answer, info) | _render_end(call, answer) | {'content': blocks}
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """The events of what `piece`, the answer's last one, adds; the first one announces the message."""
+    """Renders the events of `piece`, the answer's last; the first event announces the message."""
     written, found = answer.written, []
     if not written.events:
         message = _render_message(call, answer, info)
@@ -76,18 +76,18 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
-    """message_stop was the last event."""
+    """Returns no bytes: message_stop was the last event."""
     return b''
 
 
 def render_error(message: str, status: int, field: str = '') -> JsonObject:
-    """The body of a refusal; the sentence names the field."""
+    """Renders the body of a refusal; the sentence names the field."""
     kind = _ERROR_TYPES.get(status, 'api_error' if status >= 500 else 'invalid_request_error')
     return {'type': 'error', 'error': {'type': kind, 'message': message}}
 
 
 def render_failure(answers: Sequence[Answer], message: str, status: int, field: str) -> bytes:
-    """The last event of a stream that fails."""
+    """Renders the last event of a stream that fails."""
     return frame_named(render_error(message, status))
 
 
@@ -126,7 +126,7 @@ def _read_messages(fields: Fields) -> list[Message]:
 
 
 def _read_message(fields: Fields) -> list[Message]:
-    """The turns that a message is: one for each result of a tool, and one for the texts around them."""
+    """Reads the turns of a message: one for each tool result, and one for each run of texts between them."""
     role = fields.take_choice('role', ('user', 'assistant', 'system'), default='')
     if not role:
         raise fields.refuse('role', None, "is missing: use 'user' or 'assistant'")
@@ -141,7 +141,7 @@ def _read_message(fields: Fields) -> list[Message]:
 
 
 def _read_blocks(fields: Fields, role: str, read: Callable[[Fields], Message | None]) -> list[Message]:
-    """The turns of a list of blocks; neighbours of the same role are one."""
+    """Reads the turns of a list of blocks; joins neighbours of the message's role."""
     given = fields.take('content')
     fields.require_few('content', given, _MOST_BLOCKS)
     assert isinstance(given, list)
@@ -170,7 +170,7 @@ def _read_user_block(fields: Fields) -> Message:
 
 
 def _read_assistant_block(fields: Fields) -> Message | None:
-    """None for what a model thought."""
+    """Reads a block of an assistant's message; None for a thinking block."""
     kinds = ('text', 'tool_use', *_THOUGHTS)
     if fields.peek('type') not in kinds[1:]:
         return Message('assistant', read_part(fields, kinds))
@@ -187,7 +187,7 @@ def _read_assistant_block(fields: Fields) -> Message | None:
 
 
 def _read_texts(fields: Fields, field: str) -> str:
-    """A text, or a list of blocks that are texts."""
+    """Reads a text, or a list of text blocks."""
     given = fields.peek(field)
     if given is None:
         raise fields.refuse(field, None, 'is missing: send a string or a list of text blocks')
@@ -216,7 +216,7 @@ def _read_tools(fields: Fields) -> AskedTools:
 
 
 def _render_message(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
-    """The message before its first token."""
+    """Renders the message before its first token."""
     return {
         'id': f'msg_{answer.request_id}', 'type': 'message', 'role': 'assistant', 'model': call.model or info.model,
         'content': [], 'stop_reason': None, 'stop_sequence': None,
@@ -224,7 +224,7 @@ def _render_message(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
 
 
 def _render_end(call: Call, answer: Answer) -> JsonObject:
-    """How the answer ended, and its tokens."""
+    """Renders the answer's finish reason and its token counts."""
     finish = answer.finish
     assert finish is not None
     matched = finish.matched if isinstance(finish.matched, str) else None
@@ -264,7 +264,7 @@ def _add_text(answer: Answer, text: str) -> list[JsonObject]:
 
 
 def _add_whole(answer: Answer, part: ToolCall | Reasoning) -> list[JsonObject]:
-    """A part that comes all at once."""
+    """Renders the events of a part that comes all at once."""
     answer.written.parts += 1
     empty: JsonObject = {'input': {}}
     if isinstance(part, Reasoning):
@@ -275,7 +275,7 @@ def _add_whole(answer: Answer, part: ToolCall | Reasoning) -> list[JsonObject]:
 
 
 def _close(answer: Answer) -> list[JsonObject]:
-    """Ends the text that goes on, if one does."""
+    """Ends the open text block, if there is one."""
     found = [_stop(answer)] if answer.written.in_text else []
     answer.written.in_text = False
     return found

@@ -1,4 +1,4 @@
-"""What OpenAI's two routes have in common: sampling, fields without a meaning here, errors, the list of models."""
+"""Shared parts of OpenAI's two routes: sampling, fields without a meaning here, errors, the list of models."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _TAKEN = "server.required='wish' takes it as a wish"
 
 
 def call_wish(field: str, value: object, tool: str = '') -> Wish:
-    """Of a call: of the tool of this name, or of any."""
+    """Makes the wish for a call of the tool with this name, or of any tool."""
     sentence = f'Answer with a call of the tool {tool}.' if tool else 'Answer with a call of one of the tools.'
     return Wish(field, value, 'call', sentence, f"must be 'auto' or 'none': a call can not be forced; {_TAKEN}", tool)
 
 
 def json_wish(field: str, value: object, schema: JsonObject | None) -> Wish:
-    """Of a JSON object as the whole answer; the schema is shown to the model and not checked."""
+    """Makes the wish for a JSON object as the whole answer; the schema is shown to the model and not checked."""
     fits = '' if schema is None else f' that fits this JSON schema: {json.dumps(schema, ensure_ascii=False)}'
     sentence = f'Answer with a JSON object alone{fits or "."}'
     return Wish(field, value, 'json', sentence, f'is not served: answers are plain text; {_TAKEN}')
@@ -83,14 +83,14 @@ def require_granted(call: Call, required: Required) -> None:
 
 
 def grant(call: Call, required: Required) -> Call:
-    """The call with its wishes in the prompt; raises RequestError as `require_granted` does."""
+    """Returns the call with its wishes in the prompt; raises RequestError as `require_granted` does."""
     require_granted(call, required)
     prompts = [show(prompt, call.wishes) if isinstance(prompt, tuple) else prompt for prompt in call.prompts]
     return dataclasses.replace(call, prompts=tuple(prompts)) if call.wishes else call
 
 
 def show(messages: Sequence[Message], wishes: Sequence[Wish]) -> tuple[Message, ...]:
-    """The messages with a sentence for each wish, at the end of the system turn or in a new one."""
+    """Returns the messages with a sentence for each wish, at the end of the system turn or in a new one."""
     said = describe_wishes(wishes)
     if not said:
         return tuple(messages)
@@ -101,19 +101,19 @@ def show(messages: Sequence[Message], wishes: Sequence[Wish]) -> tuple[Message, 
 
 
 def describe_wishes(wishes: Sequence[Wish]) -> str:
-    """What the model is told; '' where nothing is wished."""
+    """Returns the sentences of the wishes for the model; '' without wishes."""
     return ' '.join(wish.sentence for wish in wishes)
 
 
 def find_misses(call: Call, answers: Sequence[Answer]) -> list[str]:
-    """The fields whose wishes at least one of the answers misses."""
+    """Returns the fields whose wishes at least one of the answers misses."""
     return [wish.field for wish in call.wishes if not all(_is_met(wish, answer) for answer in answers)]
 
 
 def _is_met(wish: Wish, answer: Answer) -> bool:
     if wish.kind == 'call':
         return any(wish.tool in ('', call.name) for call in answer.calls)
-    if answer.calls and not answer.text:  # tools come first: the text is that of a later turn
+    if answer.calls and not answer.text:  # tool calls come first: the text belongs to a later turn
         return True
     try:
         return isinstance(json.loads(answer.text), dict)
@@ -125,21 +125,21 @@ def _is_met(wish: Wish, answer: Answer) -> bool:
 
 
 _MOST_TOOLS = 1024  # of a request, and calls in one turn
-# of a tool: what other servers do with it
+# fields of a tool that only other servers use
 _IGNORED = ('title', 'strict', 'cache_control', 'annotations', 'defer_loading', 'allowed_callers', 'input_examples')
 
 
 @dataclasses.dataclass(frozen=True)
 class AskedTools:
-    """What a request says of tools."""
+    """A request's tools and its requirements on calls."""
 
-    tools: tuple[JsonObject, ...] = ()  # that the model sees
+    tools: tuple[JsonObject, ...] = ()  # shown to the model
     one_tool_call: bool = False
     wishes: tuple[Wish, ...] = ()
 
 
 def read_tools(fields: Fields) -> AskedTools:
-    """The functions that the model may call, without the fields that are ignored; none with tool_choice='none'."""
+    """Reads the functions that the model may call, without ignored fields; none with tool_choice='none'."""
     only_one = not fields.take_flag('parallel_tool_calls', True)
     tools = tuple(_read_tool(entry) for entry in list_tools(fields))
     given = fields.take('tool_choice')
@@ -148,7 +148,7 @@ def read_tools(fields: Fields) -> AskedTools:
 
 
 def list_tools(fields: Fields) -> list[Fields]:
-    """The entries of `tools`, [] where it is absent."""
+    """Lists the entries of `tools`, [] if it is absent."""
     given = fields.take('tools')
     given = [] if given is None else given
     if not isinstance(given, list):
@@ -158,13 +158,13 @@ def list_tools(fields: Fields) -> list[Fields]:
 
 
 def read_function(function: Fields, parameters: str = 'parameters') -> JsonObject:
-    """A function as templates show it: name, description and JSON schema, in the order in which they were sent."""
+    """Reads a function as templates show it: name, description and JSON schema, in the order as sent."""
     order = [name for name in function.names() if name in ('name', 'description', parameters)]
     function.take_ignored(*_IGNORED)
     schema = function.peek(parameters)
     function.require_shallow(parameters, schema)
     values = {'name': take_name(function), 'description': function.take_text('description', longest=None)}
-    function.take_fields(parameters)  # a JSON schema, which is the model's to read
+    function.take_fields(parameters)  # a JSON schema, for the model to read
     function.finish()
     return {'parameters' if name == parameters else name: values.get(name, schema) for name in order}
 
@@ -172,7 +172,7 @@ def read_function(function: Fields, parameters: str = 'parameters') -> JsonObjec
 def choose(
     fields: Fields, given: object, word: str, name: str, tools: tuple[JsonObject, ...], only_one: bool
 ) -> AskedTools:
-    """The tools under `tool_choice`, which is `given`: `word` is auto, none or required, `name` that of one tool."""
+    """Applies `tool_choice`, sent as `given`: `word` is auto, none or required, `name` is the required tool's."""
     if word == 'none':
         return AskedTools()
     if word == 'auto':
@@ -185,7 +185,7 @@ def choose(
 
 
 def read_calls(message: Fields) -> tuple[JsonObject, ...]:
-    """The calls in a turn of the assistant."""
+    """Reads the calls in a turn of the assistant."""
     given = message.take('tool_calls')
     given = [] if given is None else given
     if not isinstance(given, list):
@@ -195,7 +195,7 @@ def read_calls(message: Fields) -> tuple[JsonObject, ...]:
 
 
 def describe_call(call_id: str, name: str, arguments: JsonObject | str) -> JsonObject:
-    """A call as chat templates have it."""
+    """Returns a call in the form that chat templates expect."""
     return {'id': call_id, 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
 
 
@@ -207,7 +207,7 @@ def take_name(function: Fields) -> str:
 
 
 def take_arguments(function: Fields) -> JsonObject | str:
-    """The object that templates expect, from JSON in a string; the string itself where it holds no such JSON."""
+    """Reads arguments as the object that templates expect; a string that is no JSON object stays a string."""
     given = function.take('arguments')
     if isinstance(given, str):
         function.require_characters('arguments', given)
@@ -231,7 +231,7 @@ def _read_tool(fields: Fields) -> JsonObject:
 
 
 def _read_choice(fields: Fields, given: object) -> tuple[str, str]:
-    """('auto', 'none' or 'required', name of a function)."""
+    """Returns ('auto', 'none' or 'required', name of a function)."""
     if given is None or given in ('auto', 'none', 'required'):
         return str(given or 'auto'), ''
     if not isinstance(given, Mapping):
@@ -247,14 +247,14 @@ def _read_call(fields: Fields) -> JsonObject:
     fields.take_choice('type', ('function',))
     call_id, function = fields.take_text('id'), fields.take_fields('function')
     name, arguments = take_name(function), take_arguments(function)
-    function.take_ignored('parsed_arguments')  # of the helpers of openai
+    function.take_ignored('parsed_arguments')  # added by the openai package
     function.finish()
     fields.take_ignored('index', 'cache_control', 'extra_content', 'provider_specific_fields')
     fields.finish()
     return describe_call(call_id, name, arguments)
 
 
-# What the dialects of conversations besides OpenAI's chat have in common: they become the same call as chat.
+# Shared by the other dialects of conversations: their requests become the same call as OpenAI's chat.
 
 
 def make_call(
@@ -266,7 +266,7 @@ def make_call(
     wishes: Sequence[Wish],
     stop_strings: Sequence[str] = (),
 ) -> Call:
-    """Takes how the answer is sampled and sent, and refuses what is left. One answer, to a conversation."""
+    """Takes the fields of sampling and sending, and refuses the remaining ones. One answer, to a conversation."""
     sampling = read_sampling(fields, OPENAI, max_new_tokens)
     if stop_strings:
         sampling = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stop_strings))
@@ -290,7 +290,7 @@ def make_call(
 
 
 def join_assistant(messages: Sequence[Message]) -> list[Message]:
-    """The messages with one turn where a text of the assistant and its calls came one by one."""
+    """Joins a text of the assistant and its calls into one turn, if they came one by one."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else None
@@ -301,17 +301,17 @@ def join_assistant(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-_MOST_SAMPLES = 1024  # n: bounds what one body can ask for
-_MOST_MESSAGES = 4096  # and parts of one
+_MOST_SAMPLES = 1024  # n: bounds the answers of one body
+_MOST_MESSAGES = 4096  # and parts of a message
 _MOST_VALUES = 64  # for a chat template
 _NOT_TOLD = 'is not served: write the value into the template that model.chat_template names'
-_LONGEST_NAME = 80  # characters of the name of one that a sentence repeats
+_LONGEST_NAME = 80  # characters of such a value's name that a sentence repeats
 _OPENAI_IGNORED = (
     'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
     'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort',
     'prediction',
 )  # fmt: skip
-# of turns that come back: what packages add to them
+# fields that packages add to turns that they send back
 _IGNORED_IN_MESSAGES = (
     'reasoning_content', 'reasoning', 'reasoning_details', 'thinking_blocks', 'annotations', 'cache_control', 'parsed',
     'provider_specific_fields',
@@ -322,7 +322,7 @@ render_error = vllm.render_error
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Where the two routes differ in what they call things."""
+    """The names in which the two routes differ."""
 
     id_prefix: str
     reply: str  # value of `object` in a reply
@@ -337,7 +337,7 @@ def read_call(
     wants_logprobs: bool,
     alternatives: int,
 ) -> Call:
-    """Takes what the two routes have in common, and refuses what is left."""
+    """Takes the fields that the two routes share, and refuses the remaining ones."""
     of_prompt = fields.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
     n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
     sampling: CallSampling = read_sampling(fields, OPENAI, max_new_tokens)
@@ -384,7 +384,7 @@ def read_call(
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
-    """The turns of a conversation, at least one."""
+    """Reads the turns of a conversation, at least one."""
     given = fields.take('messages')
     if not isinstance(given, list) or not given:
         raise fields.refuse('messages', given, 'must be a list of one or more messages')
@@ -395,7 +395,7 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
 def render_reply(
     call: Call, answers: Sequence[Answer], info: ReplyInfo, route: Route, choices: Sequence[JsonObject]
 ) -> JsonObject:
-    """The reply around its choices."""
+    """Renders the reply around its choices."""
     return _envelope(call, answers[0], info, route, route.reply) | {
         'choices': list(choices),
         'usage': count_usage(call, answers),
@@ -404,7 +404,7 @@ def render_reply(
 
 
 def render_chunk(call: Call, answer: Answer, info: ReplyInfo, route: Route, choice: JsonObject) -> bytes:
-    """One event around its choice; the answer's last one has the versions."""
+    """Renders one event around its choice; the answer's last event has the versions."""
     event = _envelope(call, answer, info, route, route.event) | {'choices': [choice]}
     if answer.finish is not None:
         event['metadata'] = metadata(answer)
@@ -412,7 +412,7 @@ def render_chunk(call: Call, answer: Answer, info: ReplyInfo, route: Route, choi
 
 
 def render_usage(call: Call, answers: Sequence[Answer], info: ReplyInfo, route: Route) -> bytes:
-    """The event with the usage, where the call asked for it."""
+    """Renders the event with the usage, if the call requests it."""
     if not call.stream_usage:
         return b''
     envelope = _envelope(call, answers[0], info, route, route.event)
@@ -420,7 +420,7 @@ def render_usage(call: Call, answers: Sequence[Answer], info: ReplyInfo, route: 
 
 
 def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, whole: bool) -> JsonObject:
-    """What both routes put into a choice; `part` is the answer, or what an event adds to it."""
+    """Renders the fields of a choice that both routes share; `part` is the answer, or an event's part of it."""
     choice = render_end(call, answer)
     if call.return_token_ids:
         choice['token_ids'] = part.tokens.tolist()
@@ -432,31 +432,31 @@ def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, who
 
 
 def render_end(call: Call, answer: Answer) -> JsonObject:
-    """A choice that says how the answer ended, and nothing else."""
+    """Renders a choice with the finish reason only."""
     choice: JsonObject = {'index': answer.index, 'finish_reason': _finish_word(answer), 'logprobs': None}
     return choice if answer.finish is None else choice | {'stop_reason': vllm.stop_reason(call, answer)}
 
 
 def part_of(answer: Answer, piece: Piece) -> Answer:
-    """The piece as an answer of its own."""
+    """Returns the piece as a separate answer."""
     return dataclasses.replace(answer, pieces=[piece])
 
 
 def token_name(token: int, call: Call, info: ReplyInfo) -> str:
-    """How a token is called in log-probs."""
+    """Returns the name of a token in log-probs."""
     if call.tokens_as_ids or info.token_text is None:
         return f'token_id:{token}'
     return info.token_text(token)
 
 
 def render_models(info: ReplyInfo, context_tokens: int) -> JsonObject:
-    """GET /v1/models: the served model, with the length that clients hold prompts against."""
+    """Renders GET /v1/models: the served model, with the context length, against which clients check prompts."""
     model = {'id': info.model, 'object': 'model', 'created': info.created_s, 'owned_by': 'areal_jax'}
     return {'object': 'list', 'data': [model | {'root': info.model, 'parent': None, 'max_model_len': context_tokens}]}
 
 
 def _read_template_values(fields: Fields) -> tuple[str, ...]:
-    """Names of what the template would be told: the server refuses those that it looks at (require_unread)."""
+    """Reads the names of values for the template: the server refuses names that it reads (require_unread)."""
     values = fields.take('chat_template_kwargs', type='object')
     if values is None:
         return ()
@@ -468,7 +468,7 @@ def _read_template_values(fields: Fields) -> tuple[str, ...]:
 
 
 def require_unread(call: Call, reads: Callable[[str], bool]) -> None:
-    """Raises RequestError for a value for the chat template that it looks at: the prompt would be another one."""
+    """Raises RequestError for a value that the chat template reads: the prompt would be another one."""
     for name in call.template_values:
         if reads(name):
             sentence = (
@@ -504,7 +504,7 @@ def _read_message(fields: Fields) -> Message:
 
 
 def read_part(fields: Fields, kinds: Sequence[str] = ('text',)) -> str:
-    """The text of a part of a message, which has one of these types."""
+    """Reads the text of a message's part, which must have one of these types."""
     fields.take_choice('type', kinds)
     text = fields.take_text('text', longest=None)
     fields.take_ignored('annotations', 'cache_control', 'citations', 'logprobs', 'prompt_cache_breakpoint')
@@ -523,7 +523,7 @@ def _envelope(call: Call, answer: Answer, info: ReplyInfo, route: Route, kind: s
 
 
 def metadata(answer: Answer) -> JsonObject:
-    """Under which weights an answer was drawn and its prompt scored."""
+    """Renders the versions of the weights that drew an answer and scored its prompt."""
     spans = answer.spans
     found: JsonObject = {
         'weight_version': answer.version or (spans[-1].version if spans else ''),
@@ -539,6 +539,6 @@ def _finish_word(answer: Answer) -> str | None:
 
 
 def token_ids_prompt(fields: Fields, field: str) -> np.ndarray | None:
-    """A prompt of ids in place of a template; None = none given."""
+    """Reads a prompt of ids, which replaces a template; None = not given."""
     ids = fields.take_token_ids(field)
     return np.array(ids, np.int32) if ids else None

@@ -1,4 +1,4 @@
-"""Calls and reasoning in sampled ids, as the package renderers reads them for the models that it knows."""
+"""Parses calls and reasoning in sampled ids, with the package renderers, for the models that it knows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_jax.rollout.http.wire.answer_reader import STRICT_JSON, ParsedAnswer,
 from areal_jax.text.tokenizer import Tokenizer
 
 _CONFIGS: TypeAdapter[RendererConfig] = TypeAdapter(RendererConfig)
-_OF_MORE = ('auto', 'default', 'custom')  # are chosen with more than a name
+_OF_MORE = ('auto', 'default', 'custom')  # need more than a name
 
 
 class RenderersParser:
@@ -23,9 +23,9 @@ class RenderersParser:
 
     Args:
       name: of a renderer: 'qwen3', 'llama-3'.
-      field: of the config that has the name.
+      field: the config field with the name, for errors.
 
-    Raises UserError for a renderer that the package has not got, and for a tokenizer without its marks.
+    Raises UserError for a renderer that the package lacks, and for a tokenizer without its marks.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str, field: str):
@@ -34,11 +34,11 @@ class RenderersParser:
         try:
             config = _CONFIGS.validate_python({'name': name})
             self._renderer: Renderer = create_renderer(_Texts(tokenizer), config)
-        except Exception as error:  # also of a check that a mark is a token
+        except Exception as error:  # also from the check that each mark is a token
             raise UserError(f'{field}={name!r} does not fit the tokenizer of the model: {error}') from error
 
     def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
-        """See answer_reader.AnswerParser. A broken call is behind the text, without its marks."""
+        """Parses an answer, see answer_reader.AnswerParser. Malformed calls follow the text, without their marks."""
         found = self._read(answer, tools, prompt)
         if found is None:
             return ParsedAnswer(self._tokenizer.decode(answer), unparsed=int(bool(tools)))
@@ -53,17 +53,17 @@ class RenderersParser:
         return ParsedAnswer(text, tuple(calls), found.reasoning_content or '', len(broken) if tools else 0)
 
     def _read(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None) -> ParsedResponse | None:
-        """None where the package fails on the answer."""
+        """Parses with the package; None if the package fails on the answer."""
         shown = [dict(tool) for tool in tools] or None
         before = None if prompt is None else prompt.tolist()
         try:
             return self._renderer.parse_response(answer.tolist(), tools=shown, prompt_ids=before)
-        except Exception:  # of what a model writes: JSON of many levels, a name that is a list
+        except Exception:  # caused by the model's text: deeply nested JSON, a name that is a list
             return None
 
 
 def require_renderer(name: str, field: str) -> None:
-    """Raises UserError for a renderer that the package has not got."""
+    """Raises UserError for a renderer that the package lacks."""
     known = [one for one in _CONFIGS.json_schema()['discriminator']['mapping'] if one not in _OF_MORE]
     if name not in known:
         raise UserError(
@@ -73,7 +73,7 @@ def require_renderer(name: str, field: str) -> None:
 
 
 def _read_call(call: ParsedToolCall) -> tuple[str, str] | None:
-    """(name, arguments); None for a broken one."""
+    """Returns (name, arguments); None for a malformed call."""
     if call.status is not ToolCallParseStatus.OK:
         return None
     try:
@@ -84,7 +84,7 @@ def _read_call(call: ParsedToolCall) -> tuple[str, str] | None:
 
 
 class _Texts:
-    """What a renderer asks of a tokenizer."""
+    """The tokenizer interface that a renderer needs."""
 
     name_or_path = ''
     unk_token_id = None

@@ -1,4 +1,4 @@
-"""A JSON object of a request, read field by field: what is wrong in it is refused by the name of the field."""
+"""Reads a JSON object of a request field by field; an invalid value is refused by the name of its field."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from areal_jax.rollout.http.wire.exchange import ASKED, Call, CallSampling, Requ
 from areal_jax.types import MOST_ALTERNATIVES
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
-LARGEST_VERSION = 2**63 - 1  # of weights that a text names
+LARGEST_VERSION = 2**63 - 1  # of weights, in a text
 _LONGEST_NAME = 80  # characters of a field's name that a sentence repeats: clients choose the names of unknown fields
 _LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and events repeat some of them
 MOST_PROMPTS = 4096  # of one request, and entries of other lists of texts
 _MOST_BIASES = 1024
 MOST_LEVELS = 128  # of JSON that goes to the model or comes from it
-TOKEN_ID: JsonObject = {'type': 'integer', 'minimum': 0, 'maximum': _LARGEST_TOKEN}  # schemas, as the next
+TOKEN_ID: JsonObject = {'type': 'integer', 'minimum': 0, 'maximum': _LARGEST_TOKEN}  # schemas, like the next
 _TEXT: JsonObject = {'type': 'string', 'minLength': 1}
 _BIAS: JsonObject = {
     'maxProperties': _MOST_BIASES,
@@ -34,32 +34,32 @@ _NOTHING: list[object] = [None, False, 0, '', [], {}]
 
 
 def parse_json(content: bytes) -> object:
-    """The value in the body of a request; raises RequestError for what is no JSON."""
+    """Decodes the JSON body of a request; raises RequestError if it is no JSON."""
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and nesting without end
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and very deep nesting
         reason = str(error).splitlines()[0] if isinstance(error, ValueError) else 'it is nested too deep'
         raise RequestError('body', f'body must be JSON: {reason}') from error
 
 
 def refuse(field: str, value: object, fix: str) -> RequestError:
-    """The error for a value that is not served: raise it."""
+    """Returns the error for a value that is not served, to be raised."""
     if len(field) > _LONGEST_NAME:
         field = f'{field[:_LONGEST_NAME]}...'
     return RequestError(field, f'{field}={show(value)} {fix}')
 
 
 class Notes:
-    """What a reader takes of an object: a JSON schema for each field, {} where the reader looks at the value itself."""
+    """The fields that a reader takes of an object: a JSON schema each, {} if the reader checks the value itself."""
 
     def __init__(self) -> None:
         self.fields: dict[str, JsonObject] = {}
         self.inside: dict[str, Notes] = {}  # of objects in a field, or in its list
-        self.raw: set[str] = set()  # fields whose values a reader has looked at itself
+        self.raw: set[str] = set()  # fields whose values a reader checked itself
         self.closed = False  # unknown fields are refused
 
     def add(self, field: str, schema: JsonObject) -> None:
-        """Of two bounds of a field the wider counts, and of two forms either."""
+        """Adds the schema of a field; of two bounds the wider counts, and of two forms either is accepted."""
         before = self.fields.get(field) or {}
         if not schema:
             self.raw.add(field)
@@ -72,7 +72,7 @@ class Notes:
 
 
 class WatchedObject(dict[str, object]):
-    """An object whose reader leaves notes: from them the schema of requests is made."""
+    """An object whose reader leaves notes, from which the schema of requests is made."""
 
     def __init__(self, values: JsonObject, notes: Notes):
         super().__init__(values)
@@ -83,7 +83,7 @@ class Fields:
     """The fields of one JSON object; each is taken once, and `finish` refuses the rest.
 
     null means that a field is absent. `path` is the name of the object for errors: 'sampling_params'. `ignored` is the
-    set of the object that this one is in, see `inside`.
+    set of the enclosing object, see `inside`.
     """
 
     def __init__(self, values: object, path: str = '', ignored: set[str] | None = None):
@@ -95,11 +95,11 @@ class Fields:
         self._notes = values.notes if isinstance(values, WatchedObject) else None
 
     def name(self, field: str) -> str:
-        """The field with its path: 'sampling_params.top_p'."""
+        """Returns the field with its path: 'sampling_params.top_p'."""
         return f'{self._path}.{field}' if self._path else field
 
     def refuse(self, field: str, value: object, fix: str) -> RequestError:
-        """The error for the value of a field that was taken: raise it."""
+        """Returns the error for the value of a field that was taken, to be raised."""
         return refuse(self.name(field), value, fix)
 
     @property
@@ -108,11 +108,11 @@ class Fields:
         return tuple(sorted(self._ignored))
 
     def inside(self, value: object, field: str) -> Fields:
-        """The fields of an object that was found in a field of this one: 'messages[0]'."""
+        """Returns the fields of an object that was found in a field of this one: 'messages[0]'."""
         return Fields(value, self.name(field), self._ignored)
 
     def names(self) -> list[str]:
-        """The fields that have values and are not taken yet, as they were sent."""
+        """Lists the fields that have values and are not taken yet, in the order as sent."""
         return [name for name, value in self._values.items() if value is not None]
 
     def has(self, field: str) -> bool:
@@ -120,11 +120,11 @@ class Fields:
         return self.peek(field) is not None
 
     def peek(self, field: str) -> object:
-        """Whatever was sent, without taking it; None = absent."""
+        """Returns the value as sent, without taking it; None = absent."""
         return self._values.get(field)
 
     def take(self, field: str, **schema: object) -> object:
-        """Whatever was sent; None = absent. `schema` describes what is accepted."""
+        """Takes the value as sent; None = absent. `schema` describes the accepted values."""
         if self._notes is not None:
             self._notes.add(field, schema)
         return self._values.pop(field, None)
@@ -142,18 +142,18 @@ class Fields:
         return default if value is None else self._require_integer(field, value, least, most)
 
     def take_optional_integer(self, field: str, least: int, most: int = _LARGEST_TOKEN) -> int | None:
-        """None where it is absent."""
+        """Takes an integer in [least, most]; None if it is absent."""
         value = self.take(field, type='integer', minimum=least, maximum=most)
         return None if value is None else self._require_integer(field, value, least, most)
 
     def take_number(self, field: str, default: float, least: float, most: float, above: bool = False) -> float:
-        """A number in [least, most], with `above` in (least, most]; both bounds are finite."""
+        """Takes a number in [least, most], with `above` in (least, most]; both bounds are finite."""
         lower = 'exclusiveMinimum' if above else 'minimum'
         value = self.take(field, type='number', **{lower: least}, maximum=most, default=default)
         return default if value is None else self._require_number(field, value, least, most, above)
 
     def take_text(self, field: str, default: str = '', longest: int | None = _LONGEST_TEXT) -> str:
-        """A string of at most `longest` characters; None = as long as the body may be."""
+        """Takes a string of at most `longest` characters; None = as long as the body may be."""
         value = self.take(field, type='string', **({} if longest is None else {'maxLength': longest}))
         if value is None:
             return default
@@ -164,7 +164,7 @@ class Fields:
         return self.require_characters(field, value)
 
     def take_choice(self, field: str, choices: Sequence[str], default: str | None = None) -> str:
-        """One of the choices; where it is absent `default`, or else the first of them."""
+        """Takes one of the choices; if absent, returns `default`, or the first choice without a default."""
         value = self.take(field, type='string', enum=list(choices))
         if value is None:
             return choices[0] if default is None else default
@@ -173,7 +173,7 @@ class Fields:
         return value
 
     def take_texts(self, field: str, most: int = MOST_PROMPTS, longest: int | None = None) -> tuple[str, ...]:
-        """A string or a list of at most `most` strings, none of them empty; `longest` bounds all their characters."""
+        """Takes a string or a list of up to `most` strings, not empty; `longest` bounds their total characters."""
         value = self.take(field, anyOf=[_TEXT, {'type': 'array', 'items': _TEXT, 'maxItems': most}])
         texts = value if isinstance(value, list) else [] if value is None else [value]
         self.require_few(field, texts, most)
@@ -186,7 +186,7 @@ class Fields:
         return tuple(texts)
 
     def take_token_ids(self, field: str, most: int | None = None) -> tuple[int, ...]:
-        """A list of ids, () where it is absent."""
+        """Takes a list of ids, () if it is absent."""
         value = self.take(field, type='array', items=TOKEN_ID, **({} if most is None else {'maxItems': most}))
         if most is not None:
             self.require_few(field, value, most)
@@ -198,12 +198,12 @@ class Fields:
             raise self.refuse(field, value, f'has {len(value)} entries: send {most} at most')
 
     def require_shallow(self, field: str, value: object) -> None:
-        """Raises RequestError for JSON of more levels than replies and templates are to write."""
+        """Raises RequestError for JSON nested deeper than replies and templates may write (MOST_LEVELS)."""
         if count_levels(value) > MOST_LEVELS:
             raise self.refuse(field, '...', f'is nested more than {MOST_LEVELS} levels deep: make it flatter')
 
     def take_bias(self, field: str) -> tuple[tuple[int, float], ...]:
-        """An object of token ids and what is added to their logits, which is in [-100, 100]."""
+        """Takes an object of token ids and biases to add to their logits, in [-100, 100]."""
         value = self.take(field, type='object', **_BIAS)
         if value is None:
             return ()
@@ -219,24 +219,24 @@ class Fields:
         return tuple(sorted(found))
 
     def take_fields(self, field: str) -> Fields:
-        """The fields of an object inside this one, none where it is absent."""
+        """Takes the fields of an object inside this one, no fields if it is absent."""
         value = self.take(field, type='object')
         return self.inside({} if value is None else value, field)
 
     def take_unserved(self, *fields: str, fix: str = 'is not served: leave it out') -> None:
-        """Fields that may only hold what changes nothing: null, false, 0, and what is empty."""
+        """Takes fields that may only have values that change nothing: null, false, 0, and empty ones."""
         for field in fields:
             if value := self.take(field, enum=_NOTHING, description='Not served.'):
                 raise self.refuse(field, value, fix)
 
     def take_ignored(self, *fields: str) -> None:
-        """Fields that have no influence on the answer."""
+        """Takes fields that have no influence on the answer."""
         for field in fields:
             if self.take(field, description='Has no influence on the answer.') is not None:
                 self._ignored.add(_INDEX.sub('', self.name(field)))
 
     def note_ignored(self, **sent: object) -> None:
-        """Of fields that were taken, those with a value have no influence on the answer as the request is."""
+        """Notes taken fields that, if they have a value, have no influence on the answer to this request."""
         self._ignored.update(_INDEX.sub('', self.name(field)) for field, value in sent.items() if value)
 
     def finish(self) -> None:
@@ -248,7 +248,7 @@ class Fields:
                 raise self.refuse(field, value, 'is an unknown field: leave it out')
 
     def require_characters(self, field: str, text: str) -> str:
-        """The text; raises RequestError where a character is not whole."""
+        """Returns the text; raises RequestError if it has a lone surrogate."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -271,7 +271,7 @@ class Fields:
 
 
 def count_levels(value: object) -> int:
-    """Of objects and lists inside of each other."""
+    """Counts the nested levels of objects and lists."""
     levels, layer = 0, [value]
     while layer := [one for one in layer if isinstance(one, dict | list)]:
         levels += 1
@@ -280,9 +280,9 @@ def count_levels(value: object) -> int:
 
 
 def read_integer(text: str, most: int) -> int | None:
-    """The whole number that a text of ASCII digits is; None for any other text, and for a number above `most`.
+    """Reads a text of ASCII digits as a number; None for any other text, and for a number above `most`.
 
-    Whatever comes as text over HTTP is read here: int() raises ValueError for thousands of digits.
+    Use it for all numbers in text from HTTP: int() raises ValueError for thousands of digits.
     """
     digits = text.lstrip('0')
     if not (text.isascii() and text.isdigit()) or len(digits) > len(str(most)):
@@ -292,7 +292,7 @@ def read_integer(text: str, most: int) -> int | None:
 
 
 def read_token_ids(field: str, value: object, least: int = 1) -> np.ndarray:
-    """int32 [n], n >= least, from a list of ids that are not negative."""
+    """Reads a list of non-negative ids as int32 [n], n >= least."""
     if not isinstance(value, list) or len(value) < least:
         raise refuse(field, value, f'must be a list of {"one or more " if least else ""}token ids')
     for token in value:
@@ -302,7 +302,7 @@ def read_token_ids(field: str, value: object, least: int = 1) -> np.ndarray:
 
 
 def require_same(fields: Fields, field: str, values: Collection[int]) -> int:
-    """The one value that all prompts of a batch have."""
+    """Returns the value that all prompts of a batch must share; raises RequestError if they differ."""
     found = set(values)
     if len(found) != 1:
         raise fields.refuse(field, sorted(found), 'differs between the prompts of a batch: send them one by one')
@@ -310,7 +310,7 @@ def require_same(fields: Fields, field: str, values: Collection[int]) -> int:
 
 
 def require_scored(call: Call, limit_field: str, alternatives_field: str) -> None:
-    """Refuses a call that generates nothing and has nothing scored, and what a stream can not carry."""
+    """Refuses a call that generates nothing and scores nothing, and options that a stream can not carry."""
     if any(sampling.max_new_tokens == 0 for sampling in call.sampling):
         if not call.prompt_starts or max(call.prompt_starts) < 0:
             raise refuse(limit_field, 0, 'generates nothing: ask for log-probs of the prompt, or for tokens')
@@ -326,21 +326,21 @@ def require_scored(call: Call, limit_field: str, alternatives_field: str) -> Non
         raise refuse('prompt_logprobs', call.prompt_logprobs, 'is not served with stream=true: leave one of them out')
 
 
-# Sampling parameters on the wire: the dialects mean the same by them and differ in a few names.
+# Sampling parameters on the wire: they have the same meaning in all dialects, which differ in a few names.
 
 
-_LEAST_TEMPERATURE = 1e-5  # below it logits divided by it leave float32
+_LEAST_TEMPERATURE = 1e-5  # logits divided by less may overflow float32
 _LARGEST_TEMPERATURE = 1e4
 _LARGEST_PENALTY = 2.0  # presence and frequency
 _LARGEST_REPETITION = 10.0
 _LARGEST_SEED = 2**63 - 1
-# every token of an answer is held against all stop strings, so these bound what one request costs the others
+# every token of an answer is compared with all stop strings, so these bound the cost of one request to the others
 _MOST_STOP_STRINGS, _STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """How a dialect calls what others call differently."""
+    """A dialect's names of parameters whose names differ between dialects."""
 
     min_new_tokens: str = 'min_tokens'
     seed: str = 'seed'
@@ -352,7 +352,7 @@ SGLANG = Names('min_new_tokens', 'sampling_seed', 'no_stop_trim')
 
 
 def read_sampling(fields: Fields, names: Names, max_new_tokens: int | None) -> CallSampling:
-    """Takes every sampling parameter but the limit of new tokens, whose name and default are the dialect's."""
+    """Takes every sampling parameter except the limit of new tokens, whose name and default depend on the dialect."""
     bound = max_new_tokens or 2**31 - 1
     top_k = fields.take_integer('top_k', 0, least=-1)
     return CallSampling(
@@ -376,7 +376,7 @@ def read_sampling(fields: Fields, names: Names, max_new_tokens: int | None) -> C
 
 
 def render_sampling(sampling: CallSampling, names: Names) -> JsonObject:
-    """What a client sends, but for the limit of new tokens; older servers do not know all, so defaults are left out."""
+    """Renders a client's sampling parameters except the limit of new tokens; omits defaults, for older servers."""
     found: JsonObject = {
         'temperature': sampling.temperature,
         'top_p': sampling.top_p,
@@ -406,7 +406,7 @@ def _read_temperature(fields: Fields) -> float:
     return temperature
 
 
-# JSON schemas of the bodies of requests, made of what the parsers take: the parser is the declaration.
+# JSON schemas of the bodies of requests, made from the fields that the parsers take: the parser is the declaration.
 
 
 Parser = Callable[[object], object]
@@ -429,7 +429,7 @@ def _either(*schemas: JsonObject) -> JsonObject:
 
 
 _TEXTS = _either(_TEXT, _list(_TEXT, least=1))
-# what parsers look at themselves, by the path of the field; OBJECT means the objects inside
+# fields that parsers check themselves, by the path of the field; OBJECT means the objects inside
 OBJECT: JsonObject = {'$object': True}
 _RAW: dict[str, JsonObject] = {
     'text': _TEXTS,
@@ -460,7 +460,7 @@ _RAW: dict[str, JsonObject] = {
 
 
 def describe_request(parse: Parser, examples: Sequence[JsonObject]) -> JsonObject:
-    """The schema of a body, of all fields that the parser takes for the examples; they must be accepted."""
+    """Returns the schema of a body with all fields that the parser takes from the examples, which must be valid."""
     notes = Notes()
     for example in examples:
         parse(_watch(example, notes))
@@ -507,7 +507,7 @@ def _fill(schema: object, content: JsonObject) -> JsonObject:
 
 
 def _allow_null(schema: JsonObject) -> JsonObject:
-    """null means that a field is absent."""
+    """Returns a schema that also allows null, which means that a field is absent."""
     plain = {name: value for name, value in schema.items() if name not in ('description', 'default')}
     if not plain or None in schema.get('enum', ()):
         return schema
@@ -528,7 +528,7 @@ def _accepts(parse: Parser, body: JsonObject) -> bool:
 
 
 def describe_value(*values: object) -> JsonObject:
-    """The schema that these replies have in common: fields are required where all of them have one.
+    """Returns the common schema of these replies: a field is required if all replies have it.
 
     Objects whose keys are ids of tokens, 5 or <5>, may have any key.
     """

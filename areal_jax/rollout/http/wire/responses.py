@@ -24,19 +24,19 @@ from areal_jax.rollout.http.wire.openai import (
 from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.sglang import frame_named
 
-_MOST_ITEMS = 4096  # of the input, and parts of one
+_MOST_ITEMS = 4096  # of the input, and parts of an item
 _TEXT_PARTS = ('input_text', 'output_text', 'text')
 _IGNORED = (
     'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
     'reasoning', 'truncation', 'include', 'max_tool_calls', 'stream_options',
 )  # fmt: skip
-_OF_ITEMS = ('id', 'status', 'phase', 'namespace')  # of items that come back
+_OF_ITEMS = ('id', 'status', 'phase', 'namespace')  # in items that clients send back
 
 render_error = vllm.render_error
 
 
 def parse(body: object) -> Call:
-    """The call in a request body; raises RequestError."""
+    """Parses a request body; raises RequestError."""
     fields = Fields(body)
     stored = 'is not served, for nothing is stored: send the whole conversation as input'
     fields.take_unserved('previous_response_id', 'conversation', fix=stored)
@@ -55,12 +55,12 @@ def parse(body: object) -> Call:
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
-    """The reply with the items of the one answer."""
+    """Renders the reply with the items of the one answer."""
     return _render_response(call, answers[0], info)
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """The events of what `piece`, the answer's last one, adds; the first ones announce the response."""
+    """Renders the events of `piece`, the answer's last; the first events announce the response."""
     found: list[JsonObject] = []
     if not answer.written.events:
         begun = _render_response(call, answer, info, begins=True)
@@ -74,12 +74,12 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
-    """The event that ends a response says all."""
+    """Returns no bytes: the event that ends a response contains everything."""
     return b''
 
 
 def render_failure(answers: Sequence[Answer], message: str, status: int, field: str) -> bytes:
-    """The last event of a stream that fails."""
+    """Renders the last event of a stream that fails."""
     return _number(answers[0], {'type': 'error', 'code': str(status), 'message': message, 'param': field or None})
 
 
@@ -100,7 +100,7 @@ def _read_input(fields: Fields) -> list[Message]:
 
 
 def _read_item(fields: Fields) -> list[Message]:
-    """The turn that an item is or is a part of; [] for reasoning."""
+    """Reads an item as a turn or a part of one; [] for reasoning."""
     kind = fields.take_choice(
         'type', ('message', 'function_call', 'function_call_output', 'reasoning'), default='message'
     )
@@ -123,7 +123,7 @@ def _read_item(fields: Fields) -> list[Message]:
 
 
 def _read_content(fields: Fields, field: str) -> str:
-    """A text, or a list of parts that are texts."""
+    """Reads a text, or a list of text parts."""
     given = fields.peek(field)
     if given is None:
         raise fields.refuse(field, None, 'is missing: send a string or a list of text parts')
@@ -155,7 +155,7 @@ def _read_tools(fields: Fields) -> AskedTools:
 
 
 def _render_response(call: Call, answer: Answer, info: ReplyInfo, begins: bool = False) -> JsonObject:
-    """All of it; with `begins` as it is before the first token."""
+    """Renders the whole response; with `begins`, its state before the first token."""
     sampling, finish = call.sampling[0], None if begins else answer.finish
     reasons = {'stop': None, 'length': 'max_output_tokens', 'abort': 'aborted'}
     reason = reasons[finish.reason] if finish else None
@@ -196,7 +196,7 @@ def _count(answer: Answer) -> JsonObject:
 
 
 def _render_item(answer: Answer, index: int, part: Part, begins: bool = False) -> JsonObject:
-    """A part of the answer; with `begins` as it is before its first character."""
+    """Renders a part of the answer; with `begins`, its state before its first character."""
     status = 'in_progress' if begins else 'completed'
     if isinstance(part, Reasoning):
         return {
@@ -240,7 +240,7 @@ def _add_text(answer: Answer, text: str) -> list[JsonObject]:
 
 
 def _close(answer: Answer) -> list[JsonObject]:
-    """Ends the text that goes on, if one does."""
+    """Ends the open text, if there is one."""
     written = answer.written
     if not written.in_text:
         return []
@@ -255,7 +255,7 @@ def _close(answer: Answer) -> list[JsonObject]:
 
 
 def _add_whole(answer: Answer, part: ToolCall | Reasoning) -> list[JsonObject]:
-    """A part that comes all at once."""
+    """Renders the events of a part that comes all at once."""
     index, answer.written.parts = answer.written.parts, answer.written.parts + 1
     begun, done = (_render_item(answer, index, part, begins=begins) for begins in (True, False))
     place = {'output_index': index, 'item_id': done['id']}
@@ -274,6 +274,6 @@ def _add_whole(answer: Answer, part: ToolCall | Reasoning) -> list[JsonObject]:
 
 
 def _place(answer: Answer) -> JsonObject:
-    """Of the text that goes on."""
+    """Returns the place of the open text."""
     index = answer.written.parts - 1
     return {'output_index': index, 'content_index': 0, 'item_id': f'msg_{answer.request_id}_{index}'}

@@ -1,9 +1,9 @@
 """Columns of the model in requests and replies: entries of every token that a pass has read, in the prompt too.
 
-A body asks for one with `return_NAME`. Row i is that of token i of prompt and answer, so n tokens have n - 1 rows:
-nothing has read the last one. vLLM's and OpenAI's choices hold an .npy file as base64 in NAME; an event of a stream has
-the rows of its tokens, the first one those of the prompt in front. SGLang's `meta_info` holds int32 as base64, of the
-whole answer when it is complete.
+A body requests one with `return_NAME`. Row i belongs to token i of prompt and answer, so n tokens have n - 1 rows: no
+pass has read the last token. vLLM's and OpenAI's choices contain an .npy file as base64 in NAME; an event of a stream
+has the rows of its tokens, the first event also the prompt's rows before them. SGLang's `meta_info` contains int32 as
+base64, for the whole answer when it is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal_jax.rollout.http.wire.request_fields import Fields
 
 _RECORDING = 'with rollout.record_routes=True, a server of others with --enable-return-routed-experts'
 _RAW = np.dtype('<i4')  # of SGLang
-# what numpy raises for a header that is none
+# numpy's errors for an invalid header
 _NO_FILE = (
     ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError, OverflowError,
 )  # fmt: skip
@@ -33,7 +33,7 @@ _NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.form
 
 
 class FoundRows(NamedTuple):
-    """Of the tokens of a reply or an event, and of those before them where they begin the answer (Piece.context)."""
+    """Rows of the tokens of a reply or event; if these begin the answer, also of the prompt (Piece.context)."""
 
     columns: dict[str, np.ndarray]
     context: dict[str, np.ndarray]
@@ -43,7 +43,7 @@ NO_ROWS = FoundRows({}, {})
 
 
 def read_start(fields: Fields, field: str, most: int) -> int:
-    """The first token, at most `most`, whose row is wanted."""
+    """Reads the index of the first token whose row is wanted, at most `most`."""
     start = fields.take_integer(field, 0, least=0)
     if start > most:
         raise fields.refuse(field, start, f'must be a position of the prompt, at most {most}')
@@ -51,7 +51,7 @@ def read_start(fields: Fields, field: str, most: int) -> int:
 
 
 def find_rows(pieces: Sequence[Piece], name: str, start: int = 0) -> np.ndarray | None:
-    """Of the tokens of pieces, and of the prompt where they begin an answer; None where there are no tokens.
+    """Returns the rows of the pieces' tokens, and of the prompt if they begin an answer; None without tokens.
 
     Rows before token `start` of the prompt are left out.
     """
@@ -59,23 +59,23 @@ def find_rows(pieces: Sequence[Piece], name: str, start: int = 0) -> np.ndarray 
     if not held:
         return None
     context = held[0].context
-    of_prompt = [context[name][1:]] if name in context else []  # the first is read by none
+    of_prompt = [context[name][1:]] if name in context else []  # no pass predicts the first token
     rows = np.concatenate([*of_prompt, *(piece.columns[name] for piece in held)])
     return rows[start:] if of_prompt else rows
 
 
 def render_npy(call: Call, pieces: Sequence[Piece]) -> JsonObject:
-    """The fields of a choice that are asked for."""
+    """Renders the requested fields of a choice."""
     return {name: _write_npy(find_rows(pieces, name, call.first_row)) for name in call.model_columns}
 
 
 def render_raw(call: Call, pieces: Sequence[Piece]) -> JsonObject:
-    """The fields of `meta_info` that are asked for."""
+    """Renders the requested fields of `meta_info`."""
     return {name: _write_raw(find_rows(pieces, name, call.first_row)) for name in call.model_columns}
 
 
 def parse_npy(choice: Reply, call: Call, n_tokens: int, first: int) -> FoundRows:
-    """What `render_npy` has written of `n_tokens` tokens that come after `first` others; raises ReplyError."""
+    """Parses the fields of `render_npy` for `n_tokens` tokens after `first` earlier ones; raises ReplyError."""
     found = FoundRows({}, {})
     for name in call.model_columns if n_tokens else ():
         form = call.forms[name]
@@ -90,7 +90,7 @@ def parse_npy(choice: Reply, call: Call, n_tokens: int, first: int) -> FoundRows
 
 
 def parse_raw(meta: Reply, call: Call, n_tokens: int) -> FoundRows:
-    """What `render_raw` has written of an answer; raises ReplyError."""
+    """Parses the fields of `render_raw` for an answer; raises ReplyError."""
     found = FoundRows({}, {})
     for name in call.model_columns if n_tokens else ():
         form, length = call.forms[name], len(call.prompts[0]) - 1 - call.first_row + n_tokens
@@ -108,7 +108,7 @@ def parse_raw(meta: Reply, call: Call, n_tokens: int) -> FoundRows:
 def _take(
     found: FoundRows, reply: Reply, call: Call, form: ColumnForm, rows: np.ndarray, n_tokens: int, first: int
 ) -> None:
-    """Checks rows, of which the last `n_tokens` are of the passes that gave those tokens."""
+    """Checks rows and adds them to `found`; the last `n_tokens` are of the passes that generated those tokens."""
     name = form.column.name
     rows = form.pick(rows)
     of_prompt = 0 if first else len(call.prompts[0]) - 1 - call.first_row
@@ -148,7 +148,7 @@ def _read(reply: Reply, name: str) -> bytes:
 
 
 def _read_npy(data: bytes) -> np.ndarray:
-    """Takes no room for more than the bytes hold; raises one of _NO_FILE for other bytes."""
+    """Reads an .npy file without allocating more than its bytes; raises one of _NO_FILE for other bytes."""
     file = io.BytesIO(data)
     shape, is_fortran, dtype = _NPY_HEADERS[np.lib.format.read_magic(file)](file)
     if dtype.kind not in 'iu':

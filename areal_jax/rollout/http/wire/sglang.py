@@ -46,24 +46,24 @@ from areal_jax.rollout.http.wire.request_fields import (
 from areal_jax.rollout.http.wire.row_fields import NO_ROWS, parse_raw, read_start, render_raw
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores
 
-_ENTRIES, _FEW = 256, 2048  # of a list in one piece, and values in it
+_ENTRIES, _FEW = 256, 2048  # list entries in one piece, and values in a small one
 _PREFIX = 'data: '
 _LAST = f'{_PREFIX}[DONE]'
 DONE = f'{_LAST}\n\n'.encode()  # ends every stream
 
 
 def frame(event: JsonObject) -> bytes:
-    """One event on the wire."""
+    """Renders one event as bytes."""
     return frame_text(write_json(event))
 
 
 def frame_named(event: JsonObject) -> bytes:
-    """The same with its type as the name of the event."""
+    """Renders one event with its type as the event's name."""
     return f'event: {event["type"]}\n'.encode() + frame(event)
 
 
 def frame_text(event: str) -> bytes:
-    """The same for an event that is JSON already."""
+    """Renders one event that is JSON already."""
     return f'{_PREFIX}{event}\n\n'.encode()
 
 
@@ -72,7 +72,7 @@ def write_json(value: object) -> str:
 
 
 def write_slowly(value: object) -> Iterator[str]:
-    """`json.dumps(value)` in pieces, none of which takes long: the library holds the interpreter for a whole value."""
+    """Yields `json.dumps(value)` in quick pieces, because the library holds the interpreter for a whole value."""
     if _is_small(value):
         yield json.dumps(value)
     elif isinstance(value, dict):
@@ -94,7 +94,7 @@ def write_slowly(value: object) -> Iterator[str]:
 
 
 def _is_small(value: object) -> bool:
-    """Whether it has few values inside, at any depth."""
+    """Whether the value has at most _FEW values inside, at any depth."""
     layer, found = [value], 0
     while layer := [one for one in layer if isinstance(one, list | dict)]:
         found += sum(map(len, layer))
@@ -105,7 +105,7 @@ def _is_small(value: object) -> bool:
 
 
 def parse_event(line: str) -> JsonObject | None:
-    """The event in one line of a response; None for [DONE] and for lines that carry none."""
+    """Parses the event in one line of a response; None for [DONE] and for lines without an event."""
     if not line.startswith(_PREFIX) or line.strip() == _LAST:
         return None
     event = load_json(line.removeprefix(_PREFIX))
@@ -116,9 +116,9 @@ def parse_event(line: str) -> JsonObject | None:
 
 _MODE, _COLUMN = '{}_mode', 'output_token_{}'  # of columns
 _DEFAULT_NEW_TOKENS = 128
-_MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_MOST_SAMPLES = 1024  # n: bounds the answers of one body
 _LONGEST_ID = 4096  # characters of a rid
-_LONGEST_PROMPT = 2**31 - 1  # while a text has no ids
+_LONGEST_PROMPT = 2**31 - 1  # of a text that is not tokenized yet
 _SAMPLING_UNSERVED = (
     'stop_regex', 'json_schema', 'regex', 'ebnf', 'structural_tag', 'custom_params', 'stream_interval',
 )  # fmt: skip
@@ -134,7 +134,7 @@ _FIRST_ROW = 'routed_experts_start_len'
 
 
 def parse(body: object) -> Call:
-    """The call in a request body; raises RequestError."""
+    """Parses a request body; raises RequestError."""
     fields = Fields(body)
     prompts, prompt_field, is_batch = _read_prompts(fields)
     sampling, n = _read_sampling(fields, len(prompts))
@@ -177,16 +177,16 @@ def parse(body: object) -> Call:
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject | list[JsonObject]:
-    """The reply: a list for a batch and for n > 1."""
+    """Renders the reply: a list for a batch and for n > 1."""
     found = [_render_answer(call, answer, info) for answer in answers]
     return found if call.is_batch or call.n > 1 else found[0]
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """One event of a stream: everything that the answer has so far, `piece` included.
+    """Renders one event of a stream: the whole answer so far, `piece` included.
 
-    The spans are in every event, so that a client keeps what it has when the server dies. What the events before had
-    is copied, not rendered again.
+    The spans are in every event, so that a client can keep its tokens when the server dies. The content of earlier
+    events is copied, not rendered again.
     """
     written = _write_on(call, answer, info)
     lists = {field: f'[{written.lists[field]}]' for field in written.lists}
@@ -200,22 +200,22 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
-    """What follows the last event of the last answer, before [DONE]."""
+    """Returns no bytes: [DONE] directly follows the last event of the last answer."""
     return b''
 
 
 def render_error(message: str, status: int, field: str = '') -> JsonObject:
-    """The body of a refusal."""
+    """Renders the body of a refusal."""
     return {'error': {'message': message}} if status < 500 else {'detail': message}
 
 
 def meta_info(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
-    """What SGLang says of an answer besides its text and ids."""
+    """Renders SGLang's `meta_info` of an answer: everything except its text and ids."""
     return _meta_facts(call, answer, info) | _token_lists(call, answer, info, 0)
 
 
 def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
-    """All but the lists of output tokens."""
+    """Renders `meta_info` except the lists of output tokens."""
     spans = answer.spans
     found: JsonObject = {
         'id': answer.request_id,
@@ -242,7 +242,7 @@ def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
 
 
 def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -> list[object]:
-    """The likeliest tokens in the place of each of `length` tokens, null for those in front without scores."""
+    """Lists the likeliest tokens at each of `length` tokens; null for leading tokens without scores."""
     ranked = [] if scores is None else scores.ranked(call.alternatives)
     entries: list[list[list[object]] | None] = [
         [[value, token, _text(token, call, info)] for token, value in one] for one in ranked
@@ -251,7 +251,7 @@ def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -
 
 
 def _token_lists(call: Call, answer: Answer, info: ReplyInfo, first: int) -> JsonObject:
-    """The lists of log-probs, of the output tokens from `first` on."""
+    """Renders the lists of log-probs and columns, for the output tokens from `first` on."""
     found: JsonObject = {}
     if call.logprobs:
         pairs = zip(answer.logprobs[first:].tolist(), answer.tokens[first:].tolist(), strict=True)
@@ -260,7 +260,7 @@ def _token_lists(call: Call, answer: Answer, info: ReplyInfo, first: int) -> Jso
 
 
 def _write_on(call: Call, answer: Answer, info: ReplyInfo) -> Written:
-    """What is written of the answer, with the tokens and the text that are new."""
+    """Adds the new tokens and text to the answer's written content, and returns it."""
     written, tokens, text = answer.written, answer.tokens, answer.text
     new = {'output_ids': tokens[written.tokens :].tolist(), **_token_lists(call, answer, info, written.tokens)}
     for field, values in new.items():
@@ -272,15 +272,15 @@ def _write_on(call: Call, answer: Answer, info: ReplyInfo) -> Written:
 
 
 def _write(event: JsonObject, more: Mapping[str, str]) -> str:
-    """The object as JSON, with further fields whose values are JSON already."""
+    """Renders the object as JSON, with further fields whose values are JSON already."""
     fields = [write_json(event)[1:-1], *(f'"{field}":{value}' for field, value in more.items())]
     return '{' + ','.join(field for field in fields if field) + '}'
 
 
 def render_request(call: Call) -> JsonObject:
-    """The body that asks a server for the call: one prompt of token ids.
+    """Renders a client's request body for the call: one prompt of token ids.
 
-    Log-probs are asked for from the last prompt token on: without that, servers repeat entries of long answers.
+    Log-probs are requested from the last prompt token on: otherwise servers repeat entries of long answers.
     """
     prompt, sampling = call.prompts[0], call.sampling[0]
     assert isinstance(prompt, np.ndarray), 'token ids'
@@ -305,9 +305,9 @@ def render_request(call: Call) -> JsonObject:
 
 
 def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list[Answer]:
-    """The answers in a reply to a call that asked for log-probs; raises ReplyError where tokens can not be trusted.
+    """Parses the reply to a call with log-probs; raises ReplyError if its tokens can not be trusted.
 
-    Ids and log-probs are read from output_token_logprobs, never from output_ids, which servers cut and repeat. An
+    Ids and log-probs are read from output_token_logprobs, never from output_ids, which servers truncate and repeat. An
     event of a stream is such a reply too. Answers without spans have pieces of version ''.
     """
     prompt = call.prompts[0]
@@ -319,7 +319,7 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
 
 
 def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
-    """Prompts, the name of their field, and whether they came as a list."""
+    """Reads the prompts; returns (prompts, the name of their field, whether they came as a list)."""
     if fields.has('text') == fields.has('input_ids'):
         raise RequestError('input_ids', 'input_ids or text must be sent, and only one of them')
     if fields.has('text'):
@@ -335,7 +335,7 @@ def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
 
 
 def _read_sampling(fields: Fields, n_prompts: int) -> tuple[tuple[CallSampling, ...], int]:
-    """Sampling of each prompt, and n."""
+    """Reads the sampling; returns (sampling of each prompt, n)."""
     given = fields.take('sampling_params')
     if not isinstance(given, list):
         one, n = _read_parameters(fields.inside({} if given is None else given, 'sampling_params'))
@@ -357,7 +357,7 @@ def _read_parameters(fields: Fields) -> tuple[CallSampling, int]:
 
 
 def _read_flag(fields: Fields, field: str, n_prompts: int) -> bool:
-    """One flag, or a list with one for each prompt, all equal."""
+    """Reads one flag, or a list with a flag for each prompt, all equal."""
     given = fields.take(field)
     flags: list[bool] = given if isinstance(given, list) else [False if given is None else typing.cast(bool, given)]
     if not all(isinstance(flag, bool) for flag in flags) or (isinstance(given, list) and len(flags) != n_prompts):
@@ -366,7 +366,7 @@ def _read_flag(fields: Fields, field: str, n_prompts: int) -> bool:
 
 
 def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tuple[int, ...]:
-    """Of each prompt the first token whose log-prob is listed, -1 = none."""
+    """Reads the first token of each prompt whose log-prob is listed; -1 = none, () = log-probs are not wanted."""
     field = 'logprob_start_len'
     given = fields.take(field)
     starts: list[int | None] = given if isinstance(given, list) else [typing.cast('int | None', given)] * len(prompts)
@@ -380,12 +380,12 @@ def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tup
 
 
 def _length(prompt: Prompt) -> int:
-    """Tokens of a prompt; of a text, the most that it may have."""
+    """The number of tokens of a prompt; for a text, the most that it may have."""
     return len(prompt) if isinstance(prompt, np.ndarray) else _LONGEST_PROMPT
 
 
 def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
-    """One number, or a list with one for each prompt, all equal."""
+    """Reads one number, or a list with a number for each prompt, all equal."""
     field = 'top_logprobs_num'
     given = fields.take(field)
     numbers: list[int] = given if isinstance(given, list) else [0 if given is None else typing.cast(int, given)]

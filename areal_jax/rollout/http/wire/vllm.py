@@ -46,7 +46,7 @@ _ERROR_TYPES = {
     413: 'BadRequestError',
     429: 'RateLimitError',
 }
-_MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_MOST_SAMPLES = 1024  # n: bounds the answers of one body
 _LARGEST_DRAW = 2**31 - 1
 _LONGEST_SALT = 1024  # characters
 _TOKEN = 'token_id:'  # before the id, in the `token` of a log-prob entry
@@ -64,7 +64,7 @@ _FIRST_ROW = 'routed_experts_prompt_start'
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What one event adds to the answer `index` of a stream."""
+    """The part that one event adds to the answer `index` of a stream."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -72,7 +72,7 @@ class Delta:
 
 
 def parse(body: object) -> Call:
-    """The call in a request body; raises RequestError."""
+    """Parses a request body; raises RequestError."""
     fields = Fields(body)
     prompt = read_token_ids('token_ids', fields.take('token_ids'))
     parameters = fields.take_fields('sampling_params')
@@ -125,7 +125,7 @@ def parse(body: object) -> Call:
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
-    """The reply, with a choice for each of the n answers."""
+    """Renders the reply, with a choice for each of the n answers."""
     scored: JsonObject = {'scored_weight_version': answers[0].scored_version} if answers[0].scored_version else {}
     if call.prompt_logprobs is not None:
         scored['prompt_logprobs'] = render_prompt_logprobs(call, answers[0], info)
@@ -141,10 +141,10 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """One event of a stream: what `piece`, the answer's last one, adds.
+    """Renders the event of `piece`, the answer's last.
 
-    Each event has the span of its tokens, so that a client keeps what it has when the server dies; the last one has
-    all spans of the answer.
+    Each event has the span of its tokens, so that a client can keep its tokens when the server dies; the last event
+    has all spans of the answer.
     """
     first = answer.n_tokens - len(piece.tokens)
     event: JsonObject = {
@@ -159,7 +159,7 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
-    """What follows the last event of the last answer, before [DONE]."""
+    """Renders the event after the last answer, before [DONE]: the usage, if the call requests it."""
     if not call.stream_usage:
         return b''
     usage = count_usage(call, answers)
@@ -169,13 +169,13 @@ def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes
 
 
 def render_error(message: str, status: int, field: str = '') -> JsonObject:
-    """The body of a refusal, as OpenAI's clients read it too."""
+    """Renders the body of a refusal, in a form that OpenAI's clients read too."""
     kind = _ERROR_TYPES.get(status, 'InternalServerError' if status >= 500 else 'BadRequestError')
     return {'error': {'message': message, 'type': kind, 'param': field or None, 'code': status}}
 
 
 def render_request(call: Call) -> JsonObject:
-    """The body that asks a server for the call: one prompt of token ids."""
+    """Renders a client's request body for the call: one prompt of token ids."""
     prompt, sampling = call.prompts[0], call.sampling[0]
     assert isinstance(prompt, np.ndarray), 'token ids'
     assert len(call.prompts) == 1, 'one prompt'
@@ -201,7 +201,7 @@ def render_request(call: Call) -> JsonObject:
 
 
 def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list[Answer]:
-    """The answers in a reply to a call that asked for log-probs; raises ReplyError where tokens can not be trusted."""
+    """Parses the reply to a call with log-probs; raises ReplyError if its tokens can not be trusted."""
     prompt = call.prompts[0]
     assert isinstance(prompt, np.ndarray)
     reply, answers = Reply(body), []
@@ -214,7 +214,7 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
 
 
 def parse_event(event: object, call: Call, so_far: Sequence[int], vocab_size: int | None = None) -> list[Delta]:
-    """What an event of a stream adds; `so_far` has the number of tokens received of each answer."""
+    """Parses an event of a stream; `so_far` has the number of tokens received of each answer."""
     reply = Reply(event, 'event')
     if 'error' in reply.values:
         raise reply.error('error', show(reply.values['error']))
@@ -236,12 +236,12 @@ def _read_salt(fields: Fields) -> str:
 
 
 def _request_id(answer: Answer, call: Call) -> str:
-    """That of the request: of n answers each has its own, which ends in its number."""
+    """Returns the id of the request: with n answers, each answer's id is this one and its number."""
     return answer.request_id if call.n == 1 else answer.request_id.removesuffix(f'_{answer.index}')
 
 
 def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) -> JsonObject:
-    """The choice of an answer, or of an event that adds `pieces` after `first` tokens."""
+    """Renders the choice of an answer, or of an event that adds `pieces` after `first` tokens."""
     part = Answer(answer.request_id, answer.prompt_tokens, pieces=pieces)
     finish, tokens = answer.finish, part.tokens.tolist()
     spans = answer.spans if finish else [Span(s.version, first + s.start, first + s.end) for s in part.spans]
@@ -268,9 +268,9 @@ def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) 
 
 
 def render_prompt_logprobs(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject | None] | None:
-    """vLLM's list with an entry for each prompt token: null for the first, else token ids with log-prob and rank.
+    """Renders vLLM's list with an entry for each prompt token: null for the first, else ids with log-prob and rank.
 
-    Null as a whole where the scoring was aborted. The rank of a token that is not among those ranked is null.
+    The whole list is null if the scoring was aborted. The rank is null for a prompt token that is not ranked.
     """
     if answer.prompt_scores is None:
         return None
@@ -289,7 +289,7 @@ def render_prompt_logprobs(call: Call, answer: Answer, info: ReplyInfo) -> list[
 
 
 def ranked_alternatives(call: Call, answer: Answer, length: int) -> list[list[tuple[int, float]]]:
-    """(token, log-prob) of the alternatives of each of an answer's `length` tokens; none where they are not known."""
+    """Lists (token, log-prob) of the alternatives of each of an answer's `length` tokens; empty if unknown."""
     return [[]] * length if answer.alternatives is None else answer.alternatives.ranked(call.alternatives)
 
 
@@ -302,7 +302,7 @@ def _rank(token: int, top: Sequence[tuple[int, float]]) -> int | None:
 
 
 def stop_reason(call: Call, answer: Answer) -> int | str | None:
-    """The stop id or string of the call that ended the answer; None for the model's EOS."""
+    """Returns the stop id or string of the call that ended the answer; None for the model's EOS."""
     matched = answer.finish.matched if answer.finish else None
     asked = call.sampling[answer.index // call.n]
     return matched if isinstance(matched, str) or matched in asked.stop_tokens else None

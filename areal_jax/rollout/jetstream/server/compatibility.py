@@ -1,4 +1,4 @@
-"""What JetStream 0.2.2 expects of other packages, and current ones do not have. For the server's process alone.
+"""Shims for names that JetStream 0.2.2 needs and current packages lack. For the server's process alone.
 
 It imports seqio for two base classes, which brings TensorFlow; it calls jax.tree_map, which is gone from jax; and it
 sets the root logger to DEBUG, with a handler that prints several lines for each dispatch.
@@ -26,7 +26,7 @@ def is_installed() -> bool:
 def import_jetstream() -> None:
     """Imports JetStream's orchestrator, once; the other modules of this package import it by name afterwards.
 
-    Raises UserError where this interpreter has none.
+    Raises UserError if this interpreter lacks it.
     """
     if not is_installed():
         raise UserError(
@@ -46,7 +46,7 @@ def import_jetstream() -> None:
 
 
 def _stand_in_for_seqio() -> None:
-    """The two names that JetStream imports from seqio: it uses them as types, unless it loads a tokenizer itself."""
+    """Provides the two names that JetStream imports from seqio; it uses them as types, unless it loads a tokenizer."""
     if 'seqio' in sys.modules or importlib.util.find_spec('seqio') is not None:
         return
     vocabularies = types.ModuleType('seqio.vocabularies')

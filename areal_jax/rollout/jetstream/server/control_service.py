@@ -36,14 +36,14 @@ _PAUSES = ('abort', 'retract', 'in_place', 'wait')
 class ControlService:
     """The handlers, on the loop of gRPC.
 
-    Each takes the fields of a message and how its sender names itself, and returns the fields of the reply.
+    Each takes the fields of a message and the name of its sender, and returns the fields of the reply.
     """
 
     def __init__(self, calls: OpenCalls):
         self._calls, self._bridge = calls, calls.bridge
 
     def build(self) -> grpc.GenericRpcHandler:
-        """For grpc.aio.Server.add_generic_rpc_handlers."""
+        """Builds the handler for grpc.aio.Server.add_generic_rpc_handlers."""
         methods = {
             PAUSE: self._pause, RESUME: self._resume, STAGE: self._stage, SWAP: self._swap, STATUS: self._status,
             ABORT: self._abort, FLUSH: self._flush, REGISTER: self._register, RENEW: self._renew,
@@ -72,7 +72,7 @@ class ControlService:
         return answer
 
     async def _record(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """The record of an answer, once."""
+        """Answers the record of an answer, once."""
         await self._calls.require_allowed(context)
         await self._calls.refuse_large(message, context)
         try:
@@ -89,7 +89,7 @@ class ControlService:
         raise AssertionError('abort raises')
 
     async def _register(self, fields: Fields, client: str) -> JsonObject:
-        """Ends every request and what other such clients have paused: they are refused from now on."""
+        """Registers a client; ends every request and the pauses of other such clients, refused from now on."""
         fields.finish()
         name = wire.require_client(client)
         await self._bridge.act('register', lambda service: service.register(name))
@@ -144,7 +144,7 @@ class ControlService:
         }
 
     async def _abort(self, fields: Fields, client: str) -> JsonObject:
-        """Ends one request, or all where the id is ''."""
+        """Ends one request, or all if the id is ''."""
         name = fields.take_text('request_id')
         fields.finish()
         act = (lambda service: service.cancel([name])) if name else (lambda service: service.cancel_all())
@@ -158,5 +158,5 @@ class ControlService:
 
 
 def _take_lease(fields: Fields) -> float:
-    """Seconds; 0 = none are given."""
+    """Reads the seconds of a lease; 0 = not given."""
     return fields.take_number('lease_s', 0.0, 0.0, LONGEST_LEASE_S)

@@ -21,13 +21,13 @@ _log = logging.getLogger('areal_jax.jetstream')
 
 
 class StepError(UserError):
-    """Something has failed between the service and JetStream: the answers are lost, and the server goes on."""
+    """A failure between the service and JetStream: the answers are lost, and the server continues."""
 
 
 class RelayEngine(engine_api.Engine):
-    """Parameters, prefix and decode state of JetStream are not used: our engine owns weights and cache.
+    """JetStream's Engine without its parameters, prefix and decode state: our engine owns weights and cache.
 
-    Nothing is raised: JetStream ends the process where one of its threads raises. An exception ends the calls that it
+    Raises nothing, because JetStream ends the process if one of its threads raises. An exception ends the calls that it
     concerns.
     """
 
@@ -52,7 +52,7 @@ class RelayEngine(engine_api.Engine):
     def prefill(
         self, *, params: object, existing_prefix: object = None, padded_tokens: OpenCall, true_length: int
     ) -> OpenCall:
-        """The call, which was submitted; RelayDriver gives it in the place of the tokens."""
+        """Submits the call and returns it; RelayDriver passes the call instead of tokens."""
         try:
             self._relay.submit(padded_tokens)
         except Exception as error:
@@ -63,7 +63,7 @@ class RelayEngine(engine_api.Engine):
         self._relay.insert(prefix, slot)
 
     def generate(self, params: object, decode_state: None) -> tuple[None, engine_api.ResultTokens]:
-        """Waits for the next delivered dispatch."""
+        """Waits for the next delivered dispatch and returns it."""
         try:
             data = self._relay.take_step()
         except Exception as error:
@@ -80,7 +80,7 @@ class RelayEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """Not used: nothing is padded."""
+        """An unused value: nothing is padded."""
         return 1
 
     @property
@@ -93,7 +93,7 @@ class RelayEngine(engine_api.Engine):
 
 
 class IdTokenizer(tokenizer_api.Tokenizer):
-    """Ids without texts: prompts are encoded before, and the texts of answers are made elsewhere."""
+    """A tokenizer without texts: prompts are encoded before, and the texts of answers are made elsewhere."""
 
     def encode(self, s: str, **kwargs: object) -> tuple[np.ndarray, int]:
         raise NotImplementedError('prompts are encoded in open_calls.py')
@@ -115,7 +115,7 @@ class IdTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def stop_tokens(self) -> set[int]:
-        """None: JetStream would leave them out of the reply, and our engine ends at those of the call."""
+        """The empty set: JetStream would omit stop tokens from the reply, and our engine stops at the call's."""
         return set()
 
 
@@ -131,24 +131,24 @@ def _wrap(data: np.ndarray, steps: int) -> engine_api.ResultTokens:
 
 
 def describe_failure(where: str, error: Exception) -> StepError:
-    """The error that callers get; the traceback goes to the log."""
+    """Returns the error for callers; the traceback goes to the log."""
     _log.error('in %s of JetStream', where, exc_info=error)
     return StepError(f'{where} failed ({type(error).__name__}: {error}): send the request again')
 
 
-# JetStream's Driver: its threads carry our calls, and an error in one of them is told and kills no process.
+# JetStream's Driver: its threads carry our calls, and an error in a thread is reported instead of killing the process.
 
 
 @dataclasses.dataclass
 class RelayRequest(orchestrator.ActiveRequest):
     """JetStream's request whose content is one of our calls."""
 
-    relay: Relay | None = None  # that ends the call
+    relay: Relay | None = None  # ends the call after an error
 
     def enqueue_samples(self, generated_samples: list[ReturnSample]) -> None:
-        """Without fillers, with the text that the tokens add; nothing where there is neither.
+        """Enqueues the tokens without fillers, with their text; enqueues nothing if there is neither.
 
-        An exception would end JetStream's thread: it ends the call.
+        An exception ends the call, because it would end JetStream's thread.
         """
         (sample,) = generated_samples
         token_ids, text = drop_fillers(sample.token_ids), ''
@@ -162,12 +162,12 @@ class RelayRequest(orchestrator.ActiveRequest):
 
 
 class RelayDriver(orchestrator.Driver):
-    """Starts its threads when it is made.
+    """JetStream's Driver over the relay; starts its threads when it is made.
 
     One engine prefills and decodes (`interleaved`), so that nothing is transferred between devices.
 
     Args:
-      on_death: called on the thread of JetStream that an error has ended; the driver is of no use then.
+      on_death: called on a thread of JetStream that an error has ended; the driver is unusable then.
     """
 
     def __init__(self, relay: Relay, on_death: Callable[[BaseException], None]):
@@ -186,7 +186,7 @@ class RelayDriver(orchestrator.Driver):
         super().stop()
 
     def _process_prefill_content(self, request: RelayRequest, *_: object) -> tuple[OpenCall, int]:
-        """The call in the place of padded tokens: JetStream hands it to RelayEngine.prefill."""
+        """Returns the call instead of padded tokens: JetStream passes it to RelayEngine.prefill."""
         return request.prefill_content, 0
 
     # The bodies of JetStream's threads.
@@ -214,10 +214,10 @@ class RelayDriver(orchestrator.Driver):
 
 
 def run_through_idleness(body: Callable[[], None], is_idle: Callable[[], bool]) -> None:
-    """Runs JetStream's loop of steps, and again where it asserts that a slot is taken and none is.
+    """Runs JetStream's loop of steps, and again if it asserts wrongly that a slot is taken while all are free.
 
-    It looks for free slots, finds no call for them, and then asserts that not all are free; its detokenizer may give
-    the last one back in between. Nothing is lost then: the loop has put its own slot back, and keeps no state of ours.
+    The loop takes a free slot, finds no call for it, and then asserts that not all are free; its detokenizer may free
+    the last one in between. Nothing is lost then: the loop has put its slot back, and keeps no state of ours.
     """
     while True:
         try:

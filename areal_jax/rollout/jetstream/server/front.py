@@ -25,14 +25,14 @@ from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 
 
 class RelayOrchestrator(orchestrator.LLMOrchestrator):
-    """JetStream's Decode runs unchanged, on the OpenCall in the place of the message."""
+    """JetStream's orchestrator; its Decode runs unchanged, on the OpenCall instead of the message."""
 
     def __init__(self, driver: RelayDriver, calls: OpenCalls):
         super().__init__(driver)
         self._calls = calls
 
     def build(self) -> grpc.GenericRpcHandler:
-        """For grpc.aio.Server.add_generic_rpc_handlers."""
+        """Builds the handler for grpc.aio.Server.add_generic_rpc_handlers."""
         decode = grpc.unary_stream_rpc_method_handler(
             self.Decode, response_serializer=jetstream_pb2.DecodeResponse.SerializeToString
         )
@@ -49,24 +49,24 @@ class RelayOrchestrator(orchestrator.LLMOrchestrator):
             async for response in super().Decode(call, context):
                 yield response
         except concurrent.futures.CancelledError:
-            return  # JetStream's word for a client that is gone
+            return  # JetStream raises this if the client is gone
         await self._calls.finish(call, context)
 
     async def HealthCheck(self, request: bytes, context: grpc.aio.ServicerContext) -> jetstream_pb2.HealthCheckResponse:
-        """Whatever the message has: there are no fields in it."""
+        """Answers a health check and ignores the message, which has no fields."""
         await self._calls.refuse_large(request, context)
         return await super().HealthCheck(jetstream_pb2.HealthCheckRequest(), context)
 
     def _get_prefill_content(self, request: OpenCall) -> tuple[OpenCall, bool]:
-        """(what RelayDriver finds as the content, whether the client gets ids alone)."""
+        """Returns (the content for RelayDriver, whether the client gets ids alone)."""
         return request, request.text is None
 
 
 _GRACE_S = 2.0  # for calls that are open at the end
-_WORKERS = 4  # threads of gRPC that run what is not a coroutine: nothing of ours
+_WORKERS = 4  # gRPC's threads for handlers that are no coroutines: we have none
 _METADATA_BYTES = 1 << 16  # of a call: its settings may name a thousand stop tokens
 _OPTIONS = (
-    ('grpc.so_reuseport', 0),  # else a second server takes half of the connections of the first one
+    ('grpc.so_reuseport', 0),  # otherwise a second server would take half of the first one's connections
     ('grpc.max_metadata_size', _METADATA_BYTES),
     ('grpc.absolute_max_metadata_size', _METADATA_BYTES),
     ('grpc.max_send_message_length', -1),
@@ -74,12 +74,12 @@ _OPTIONS = (
 
 
 class JetstreamFront:
-    """A context manager: inside, calls are taken; at its end open ones are closed.
+    """A context manager that serves calls inside the context and closes open ones at its end.
 
     Args:
       listener: the bound socket of the address. gRPC binds an address itself, so it is closed just before.
-      api_key: '' = none is asked for.
-      on_death: called on the thread that an error has ended.
+      api_key: '' = no key is needed.
+      on_death: called on a thread that an error has ended.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class JetstreamFront:
             server.stop()
 
     def refuse_new(self) -> None:
-        """From any thread: new calls are refused from now on."""
+        """Refuses new calls from now on; callable from any thread."""
         self._model.facts.draining = True
 
     def _build(self) -> OpenCalls:
-        """On the loop of gRPC."""
+        """Builds the calls on the loop of gRPC."""
         model, facts = self._model, self._model.facts
         bridge = Bridge(
             self._inbox, model.texts, self._limits,
@@ -128,7 +128,7 @@ class JetstreamFront:
 
 
 class _Server(server_lib.JetStreamServer):
-    """Differs from JetStream's in its two services, and in the address, which JetStream does not let one choose."""
+    """JetStream's server with two services, and with a given address, which JetStream does not support."""
 
     def __init__(self, build: Callable[[], OpenCalls], driver: RelayDriver, listener: socket.socket):
         self._driver = driver
@@ -141,7 +141,7 @@ class _Server(server_lib.JetStreamServer):
     async def _prepare(self, build: Callable[[], OpenCalls], listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         calls = self._calls = build()
-        most = ('grpc.max_receive_message_length', calls.most_message)  # what is larger can be no legal call
+        most = ('grpc.max_receive_message_length', calls.most_message)  # no legal call is larger
         self._grpc_server = grpc.aio.server(self._executor, options=(*_OPTIONS, most))
         services = RelayOrchestrator(self._driver, calls), ControlService(calls)
         self._grpc_server.add_generic_rpc_handlers(tuple(service.build() for service in services))

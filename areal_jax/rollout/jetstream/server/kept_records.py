@@ -8,7 +8,7 @@ MOST_BYTES = 64 << 20  # of all records; the oldest are forgotten above
 
 
 class KeptRecords:
-    """By the id of their request; the last one is kept however long it is."""
+    """Records by the id of their request; the last one is kept whatever its length."""
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         self._most, self._bytes = most_bytes, 0
@@ -25,7 +25,7 @@ class KeptRecords:
             self.take(next(iter(self._records)))
 
     def take(self, request_id: str) -> bytes:
-        """b'' for an id that has none."""
+        """Removes and returns the record of an id; b'' without one."""
         record = self._records.pop(request_id, b'')
         self._bytes -= len(record)
         return record

@@ -1,4 +1,4 @@
-"""From a call of gRPC to a call of ours: who may call, what it asks for, and the records that are kept for clients."""
+"""Turns gRPC calls into calls of ours: checks access, parses requests, and keeps records for clients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.rollout.jetstream.server.request_messages import read_control, read_request
 from areal_jax.rollout.stream import DispatchError, LogprobError
 
-_CHARACTER_BYTES = 4  # at most; a token id takes 5, and a token has 4 characters at least in the bound
-_ID_BYTES = 16  # random, of an id that the server makes
+_CHARACTER_BYTES = 4  # at most; a token id takes 5 bytes, and the bound has at least 4 characters per token
+_ID_BYTES = 16  # random bytes of an id that the server makes
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     409: grpc.StatusCode.FAILED_PRECONDITION,
@@ -45,8 +45,8 @@ class OpenCalls:
     """The calls under way; used on the loop of gRPC alone.
 
     Args:
-      api_key: that clients must send; '' = none.
-      holder: what the registry of a run calls this process now; '' = it is in none.
+      api_key: clients must send it; '' = none.
+      holder: returns the name of this process in the registry of a run; '' = it is in none.
       is_draining: whether new calls are refused.
     """
 
@@ -61,11 +61,11 @@ class OpenCalls:
 
     @property
     def most_message(self) -> int:
-        """Bytes of a message: of a text that no context has room for, and of server.max_body_bytes at most."""
+        """The most bytes of a message: any longer text exceeds the context; server.max_body_bytes at most."""
         return min(self.bridge.limits.body_bytes, _CHARACTER_BYTES * self.bridge.bound.most_text(1))
 
     async def require_allowed(self, context: Context) -> Mapping[str, str]:
-        """The metadata of the call by name; ends it where the key or the process is another one."""
+        """Returns the metadata of the call by name; ends the call if its key or its process is another one."""
         found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         if self._api_key and not hmac.compare_digest(
             found.get('authorization', '').encode(), f'Bearer {self._api_key}'.encode()
@@ -80,7 +80,7 @@ class OpenCalls:
         return found
 
     async def refuse_large(self, message: bytes, context: Context) -> None:
-        """Ends a call, after the rest of a large body, whose message is larger than any but those of Decode."""
+        """Ends a call other than Decode if its message is larger than any such message, after a delay (see Places)."""
         if len(message) <= SMALL_BYTES:
             return
         try:
@@ -90,7 +90,7 @@ class OpenCalls:
             await end_refused(context, error)
 
     async def open(self, message: bytes, context: Context) -> OpenCall:
-        """The call of a DecodeRequest, with ids or with a text; ends the call of gRPC where it is refused."""
+        """Opens the call of a DecodeRequest, with ids or with a text; ends the gRPC call if it is refused."""
         metadata = await self.require_allowed(context)
         try:
             if self._is_draining():
@@ -109,7 +109,7 @@ class OpenCalls:
         return found
 
     async def finish(self, call: OpenCall, context: Context) -> None:
-        """After the last token: trailing metadata, or the error of a call that failed."""
+        """Sends, after the last token, trailing metadata, or the error of a call that failed."""
         if call.error is not None:
             await end_refused(context, call.error)
         if call.answer.finish is None or not call.call.logprobs:
@@ -126,7 +126,7 @@ class OpenCalls:
         self._relay.end(call, RequestError('', f'{sentence}: ask for fewer tokens', TOO_LATE))
 
     def _close(self, number: int, deadline: asyncio.TimerHandle) -> None:
-        """The call of gRPC has ended, by whichever side."""
+        """Cleans up after a gRPC call that either side has ended."""
         deadline.cancel()
         call = self._open.pop(number)
         self.bridge.load.release(1, stream=True)
@@ -138,13 +138,13 @@ class OpenCalls:
         text = self.bridge.texts.answer(call.sampling[0]) if sends_text else None
         found = OpenCall(call, answer, cast(int, call.sampling[0].max_new_tokens), text=text)
         (submission,) = self.bridge.describe(call, [answer], lambda index, delivery: None)
-        # what the service delivers goes to JetStream's threads, and not first to this loop
+        # deliveries of the service go directly to JetStream's threads, not to this loop first
         found.submission = dataclasses.replace(submission, deliver=functools.partial(self._relay.deliver, found))
         return found
 
 
 def _name_client(context: Context) -> str:
-    """The address of the peer without its port, 'ipv4:127.0.0.1'."""
+    """Returns the address of the peer without its port, 'ipv4:127.0.0.1'."""
     return str(context.peer()).rpartition(':')[0]
 
 

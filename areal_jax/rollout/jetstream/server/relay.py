@@ -1,7 +1,7 @@
-"""Joins three kinds of threads: the host's, where answers grow, JetStream's, which ask for steps, and the loop of gRPC.
+"""Connects three kinds of threads: the host's, where answers grow, JetStream's, which take steps, and gRPC's loop.
 
-A step of JetStream is what was delivered since the last one. The host's loop announces deliveries when it has made all
-of a dispatch, so that a dispatch is one step, and JetStream's work for each step is done once a dispatch.
+A step of JetStream contains the deliveries since the last one. The host's loop announces deliveries when it has made
+all of a dispatch, so that a dispatch is one step, and JetStream's work per step is done once per dispatch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(eq=False)
 class OpenCall:
-    """Two are never equal. relay.py changes what stands behind `answer`, under its lock, until the call is over.
+    """A call in JetStream's threads, compared by identity. Until it is over, relay.py changes `answer` under its lock.
 
-    `max_tokens` and `session_cache` are what JetStream's Decode reads of a request.
+    JetStream's Decode reads only `max_tokens` and `session_cache` of a request.
     """
 
     call: Call
@@ -37,21 +37,21 @@ class OpenCall:
     max_tokens: int
     session_cache: str = ''
     text: AnswerText | None = None  # None: the client sent ids, and gets ids
-    submission: Submission | None = None  # None: it is not with the service yet
+    submission: Submission | None = None  # None: not made yet
     error: UserError | None = None  # why the answer is not complete
     slot: int | None = None  # of JetStream
     is_withdrawn: bool = False  # the client is gone
-    is_over: bool = False  # nothing follows what was delivered
-    has_left: bool = False  # a step of JetStream has said so: the slot is that of other calls
+    is_over: bool = False  # no further tokens follow
+    has_left: bool = False  # a step has told JetStream of the end: the slot belongs to other calls
     waiting: np.ndarray = dataclasses.field(default_factory=lambda: _NOTHING)  # int32 [n], for JetStream's next steps
-    _passed: int = 0  # tokens whose text was asked for
+    _passed: int = 0  # tokens whose text was requested
 
     @property
     def has_news(self) -> bool:
         return self.is_over or len(self.waiting) > 0
 
     def put(self, delivery: Delivery) -> None:
-        """What the service delivers."""
+        """Takes a delivery of the service."""
         answer = self.answer
         if self.is_over:
             return
@@ -71,17 +71,17 @@ class OpenCall:
             answer.version, self.is_over = delivery.version, True
 
     def fail(self, error: UserError) -> None:
-        """The call ends with this error; what was generated before it is delivered."""
+        """Ends the call with this error; earlier tokens are still delivered."""
         if not self.is_over:
             self.error, self.is_over = error, True
 
     def take(self, most: int) -> tuple[np.ndarray, bool]:
-        """(the next tokens, at most so many, whether the call ends behind them)."""
+        """Returns (up to `most` next tokens, whether the call ends after them)."""
         taken, self.waiting = self.waiting[:most], self.waiting[most:]
         return taken, self.is_over and not len(self.waiting)
 
     def extend_text(self, token_ids: Sequence[int]) -> str:
-        """The text that JetStream's reply has for the next ids, '' for a client that gets ids alone."""
+        """Returns the text of the next ids for JetStream's reply; '' for a client that gets ids alone."""
         if self.text is None:
             return ''
         self._passed += len(token_ids)
@@ -90,12 +90,12 @@ class OpenCall:
 
 
 class Relay:
-    """The calls that are open, by slot of JetStream.
+    """The open calls by JetStream slot.
 
     Args:
       inbox: of the service.
-      slots: of JetStream: calls that may be under way at once; the slots of our engine are others.
-      steps: tokens of a slot in one step; what a dispatch brings beyond them comes with the next step.
+      slots: of JetStream: calls that may be under way at once; not the slots of our engine.
+      steps: tokens of a slot in one step; further tokens of a dispatch come with the next step.
     """
 
     def __init__(self, inbox: Inbox, slots: int, steps: int):
@@ -111,23 +111,23 @@ class Relay:
     # JetStream's threads.
 
     def submit(self, call: OpenCall) -> None:
-        """Gives the call to the service; one whose client is gone is over."""
+        """Gives the call to the service; ends a call whose client is gone."""
         with self._changed:
             if call.submission is not None and not call.is_withdrawn and not call.is_over:
-                self._inbox.put(call.submission)  # under the lock, so that a withdrawal comes behind it
+                self._inbox.put(call.submission)  # under the lock, so that a withdrawal comes after it
             else:
                 call.put(Delivery(finish='cancelled'))
                 self._note(call)
 
     def insert(self, call: OpenCall, slot: int) -> None:
-        """From now on the call is a row of the steps."""
+        """Makes the call a row of the steps from now on."""
         with self._changed:
             call.slot, self._by_slot[slot] = slot, call
             if call.has_news:
                 self._note(call)
 
     def take_step(self) -> np.ndarray:
-        """The data of the next step (result_columns.py); waits until there is news."""
+        """Waits until there is news; returns the data of the next step (result_columns.py)."""
         with self._changed:
             self._changed.wait_for(self._is_due)
             data = make_data(self.slots, self.steps)
@@ -147,7 +147,7 @@ class Relay:
         return data
 
     def fail_slots(self, error: UserError) -> np.ndarray:
-        """The data of a step that ends all calls that have slots, with this error; the service withdraws them."""
+        """Ends all calls in slots with this error; returns the step's data. The service withdraws the calls."""
         with self._changed:
             data = make_data(self.slots, self.steps)
             failed = [call for call in self._by_slot if call is not None]
@@ -162,21 +162,21 @@ class Relay:
         return data
 
     def fail(self, call: OpenCall, error: UserError) -> None:
-        """The call ends with this error."""
+        """Ends the call with this error."""
         with self._changed:
             call.fail(error)
             self._note(call)
 
     def count_free(self) -> int:
-        """Slots without a call, by what the steps so far have said."""
+        """The number of slots without a call, according to the steps so far."""
         with self._changed:
             return sum(call is None for call in self._by_slot)
 
     def end(self, call: OpenCall, error: UserError) -> None:
-        """The call ends with this error, also one whose last tokens are on their way; the service gives it up."""
+        """Ends the call with this error, even while its last tokens are being sent; the service withdraws it."""
         with self._changed:
             is_open = not call.is_over
-            call.error = call.error or error  # before the service can say that it was cancelled
+            call.error = call.error or error  # before the service can report that it was cancelled
             call.is_over = True
             self._note(call)
         if is_open:
@@ -185,7 +185,7 @@ class Relay:
     # The host's thread.
 
     def deliver(self, call: OpenCall, delivery: Delivery) -> None:
-        """Submission.deliver: the rows of one dispatch come one after the other, and are announced together."""
+        """Implements Submission.deliver: the rows of a dispatch come one by one, and are announced together."""
         if not self._unannounced:
             asyncio.get_running_loop().call_soon(self._announce)
         self._unannounced.append((call, delivery))
@@ -200,7 +200,7 @@ class Relay:
     # The loop of gRPC.
 
     def withdraw(self, call: OpenCall) -> None:
-        """The client is gone: the call ends wherever it is."""
+        """Ends the call, wherever it is, because the client is gone."""
         with self._changed:
             call.is_withdrawn = True
             is_open = not call.is_over
@@ -208,7 +208,7 @@ class Relay:
             self._withdraw_from_service([call])
 
     def close(self) -> None:
-        """No step waits from now on."""
+        """Wakes waiting steps; from now on no step waits."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -221,11 +221,11 @@ class Relay:
             self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        """A call that has no slot yet is no reason for a step unless JetStream could give it one."""
+        """Whether a step is due: a call without a slot counts only if JetStream has a free one for it."""
         has_room = any(call is None for call in self._by_slot)
         return self._is_closed or any(call.slot is not None or has_room for call in self._fresh)
 
     def _withdraw_from_service(self, calls: Sequence[OpenCall]) -> None:
-        """Of any thread; what the service does not know is ignored there."""
+        """Withdraws calls from any thread; the service ignores unknown ones."""
         submissions = [call.submission for call in calls if call.submission is not None]
         self._inbox.put(Action('withdraw', lambda service: service.withdraw(submissions), lambda result, error: None))

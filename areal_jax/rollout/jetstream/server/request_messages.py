@@ -1,4 +1,4 @@
-"""What messages of both services ask for. Imports no JetStream: the process that parses bodies reads large ones."""
+"""Parses the messages of both services. Imports no JetStream, because the body-parsing process reads large ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from areal_jax.rollout.jetstream.record import SETTINGS, read_settings
 
 
 def read_request(bound: BodyBound, settings: str | None, message: bytes) -> Call:
-    """The call of a DecodeRequest, whose prompt is a text or int32 [n], with the settings in its metadata.
+    """Parses the call of a DecodeRequest, whose prompt is a text or int32 [n], with the settings in its metadata.
 
-    Raises RequestError, for a prompt that no context has room for before it is copied.
+    Raises RequestError; for a prompt that is too long for the context, before it is copied.
     """
     try:
         request = parse_request(message)
@@ -34,7 +34,7 @@ def read_request(bound: BodyBound, settings: str | None, message: bytes) -> Call
     if request.WhichOneof('content') == 'text_content':
         text = request.text_content.text
         bound.require_text(text, 'text')
-        call = _read_settings(settings, [0], request.max_tokens)  # the tokenizer has its ids
+        call = _read_settings(settings, [0], request.max_tokens)  # a placeholder until the text is tokenized
         return dataclasses.replace(call, prompts=(text,), prompt_field='text')
     ids = request.token_content.token_ids
     if len(ids) > bound.context_tokens:
@@ -58,15 +58,15 @@ def _read_settings(settings: str | None, ids: Sequence[int], max_tokens: int) ->
 
 
 def _list_unknown(request: Any) -> list[Any]:
-    """Fields of a newer message, here and inside, which protobuf would keep without a word."""
+    """Lists fields of newer messages, here and inside, which protobuf would keep silently."""
     inside = getattr(request, request.WhichOneof('content') or '', None)
     return [field for one in (request, inside) if one is not None for field in UnknownFieldSet(one)]
 
 
 def read_control(message: bytes) -> Fields:
-    """The fields of a message of the second service; b'' has none.
+    """Reads the fields of a message of the second service; b'' has no fields.
 
-    Raises RequestError, before anything parses a message that is larger than any of that service.
+    Raises RequestError; for a message larger than any of that service, before it is parsed.
     """
     if len(message) > SMALL_BYTES:
         raise RequestError(
