@@ -6,6 +6,7 @@ call `validate`, and app/ builds a run from a `TrackedConfig`.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -15,13 +16,25 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
-from areal_jax.config.fields import ChoiceOrOwn, ConfigError, ConfigSection, Path, Value, read_section, require_local
+from areal_jax.config.fields import (
+    ChoiceOrOwn,
+    ConfigError,
+    ConfigSection,
+    Path,
+    Purpose,
+    Value,
+    is_used,
+    read_section,
+    require_local,
+)
+from areal_jax.config.generation import RolloutSection
 from areal_jax.config.near_names import require_declared
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
 DATACLASSES: Mapping[str, type[ConfigSection]] = {
-    kind.section: kind for kind in (StalenessSection, LearnerSection, OptimizerSection, DiagnosticsSection)
+    kind.section: kind
+    for kind in (RolloutSection, StalenessSection, LearnerSection, OptimizerSection, DiagnosticsSection)
 }
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
 
@@ -82,33 +95,43 @@ class TrackedConfig:
     """A read-only view of a resolved config that knows which fields are used.
 
     A run that trains uses the fields of DATACLASSES whose declarations say so (`used_if`), and of the other sections
-    the fields that were read. What trains nothing uses of DATACLASSES what it notes (`note_used`).
+    the fields that were read. What trains nothing uses of DATACLASSES the fields that are for it (`also_for`), and
+    what it notes (`note_used`).
 
     Args:
       overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
-      trains: whether it is a run that trains.
     """
 
-    def __init__(self, config: config_dict.ConfigDict, overrides: Collection[str] = (), *, trains: bool = True):
-        self._config, self._trains = config.copy_and_resolve_references(), trains
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        overrides: Collection[str] = (),
+        *,
+        purpose: Purpose = Purpose.TRAINING,
+    ):
+        self._config, self._purpose = config.copy_and_resolve_references(), purpose
         self._overrides = frozenset(overrides)
         self._read: set[str] = set()
 
-    @property
+    @functools.cached_property
+    def rollout(self) -> RolloutSection:
+        return read_section(RolloutSection, self._config, self._purpose)
+
+    @functools.cached_property
     def staleness(self) -> StalenessSection:
-        return read_section(StalenessSection, self._config)
+        return read_section(StalenessSection, self._config, self._purpose)
 
-    @property
+    @functools.cached_property
     def learner(self) -> LearnerSection:
-        return read_section(LearnerSection, self._config)
+        return read_section(LearnerSection, self._config, self._purpose)
 
-    @property
+    @functools.cached_property
     def optimizer(self) -> OptimizerSection:
-        return read_section(OptimizerSection, self._config)
+        return read_section(OptimizerSection, self._config, self._purpose)
 
-    @property
+    @functools.cached_property
     def diagnostics(self) -> DiagnosticsSection:
-        return read_section(DiagnosticsSection, self._config)
+        return read_section(DiagnosticsSection, self._config, self._purpose)
 
     def __getattr__(self, section: str) -> _TrackedSection:
         return _TrackedSection(self._config[section], section, self._read)
@@ -132,8 +155,12 @@ class TrackedConfig:
 
     def _is_read(self, path: str) -> bool:
         """Whether the field is used: declared so, or read, or an option of a free section that was read."""
-        if self._trains and path.partition('.')[0] in DATACLASSES:
-            return FIELDS[path].used_if(self._config)
+        section, _, name = path.partition('.')
+        if kind := DATACLASSES.get(section):
+            if self._purpose is Purpose.TRAINING:
+                return is_used(kind, name, self._config)
+            if self._purpose in FIELDS[path].also_for:
+                return True
         return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Every field of the config, declared once: default, allowed values, meaning. docs/config.md is made from this table.
 
-    rollout.slots  ->  slots=Integer(8, COUNT, 'answers that one engine decodes at once')
+    buffer.capacity  ->  capacity=Integer(64, COUNT, 'groups; a full buffer closes admission and never drops')
 
 A number has a default and a range, a Choice a default and all names that it may be. An Integer or Real with the default
 None may also be None. __init__.py builds and validates configs from the table, constraints.py holds the rules that join
@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import config_dict
 
-from areal_jax.config.agent_fields import AGENT_FIELDS, AUTO, HERMES, LEVELS, PACKAGES, PROGRAM
+from areal_jax.config.agent_fields import AGENT_FIELDS, AUTO, HERMES, LEVELS, PACKAGES
 from areal_jax.config.cluster import ONE_DEVICE, parse_engines
 from areal_jax.config.fields import (
     COUNT,
     COUNT_OR_OFF,
     DTYPES,
-    LEASE,
     MEBIBYTES,
     NOT_NEGATIVE,
     POSITIVE,
@@ -47,7 +46,8 @@ from areal_jax.config.fields import (
     Value,
     declare_section,
 )
-from areal_jax.config.kinds import CHANNELS, IN_PROCESS, SERVERS, describe_addresses, describe_channels, find_server
+from areal_jax.config.generation import RolloutSection
+from areal_jax.config.kinds import CHANNELS, IN_PROCESS, describe_channels, find_server
 from areal_jax.config.objectives import OBJECTIVES, find_objective, trains_critic
 from areal_jax.config.policy_choices import CHOICE_FIELDS
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
@@ -425,55 +425,7 @@ SECTIONS: Mapping[str, Section] = {
         filter_high=Real(0.95, SHARE, 'success_rate: largest share of them'),
         max_filtered_groups=Integer(256, COUNT, 'groups in a row that the filter drops before the run ends'),
     ),
-    'rollout': Section(
-        'Generation',
-        slots=Integer(8, COUNT, 'answers that one engine decodes at once'),
-        decode_steps=Integer(4, COUNT, 'tokens per slot in one dispatch; an interruption waits for one dispatch'),
-        context_tokens=Integer(64, COUNT, 'most tokens of a sequence, prompt and answer'),
-        block_tokens=Integer(64, COUNT, 'positions in a block of the KV cache; a group shares those of its prompt'),
-        cache_tokens=Integer(0, COUNT_OR_OFF, 'positions of the KV cache of an engine; 0 = slots * context_tokens'),
-        prefill_buckets=Lengths((64, 256), 'tokens of a packed prefill, padding included; longer prompts go in pieces'),
-        attention=Choice(
-            'auto',
-            ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
-            "over the KV cache; 'auto': by platform",
-        ),
-        weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
-        record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
-        slow_versions=Integer(
-            0,
-            COUNT_OR_OFF,
-            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
-        ),
-        slow_engines=Choice(
-            'use',
-            ('use', 'spare'),
-            'engines of unequal hardware: spare = a slow class gets no requests while the others have room for all',
-        ),
-        kv_policy=Choice(
-            'recompute',
-            ('recompute', 'keep', 'wait'),
-            'KV cache of unfinished answers when new weights arrive; wait: no interruption',
-        ),
-        server=ChoiceOrOwn(
-            'in_process', tuple(SERVERS), 'where answers come from: this process, or servers, see docs/serving.md'
-        ),
-        urls=Texts((), f'external: {describe_addresses()} of each server'),
-        max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
-        pause_lease_s=Real(90.0, LEASE, 'own, jetstream: a server that a lost run has paused serves after so long'),
-        max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
-        workflow=ChoiceOrOwn(
-            'single_turn', ('single_turn', PROGRAM), 'how a prompt becomes an answer: docs/your_task.md, docs/agents.md'
-        ),
-        episode_deadline_s=Real(0.0, NOT_NEGATIVE, 'of an agent: then its episode has no reward; 0 = none'),
-        group_size=Integer(8, COUNT, 'answers per prompt'),
-        max_running_groups=Integer(0, COUNT_OR_OFF, 'groups admitted and unfinished; 0: as many as fill the slots'),
-        max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),
-        ignore_eos=Flag(False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens'),
-        temperature=Real(1.0, POSITIVE, 'of sampling, and part of the policy in all log-probs'),
-        top_k=Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling'),
-        top_p=Real(1.0, SHARE_ABOVE_ZERO, '1 = off; training with a cut needs loss.truncated_sampling'),
-    ),
+    'rollout': declare_section(RolloutSection),
     'agent': Section('Programs that talk to the policy over several turns, see docs/agents.md', **AGENT_FIELDS),
     'staleness': declare_section(StalenessSection),
     'buffer': Section(

@@ -39,21 +39,6 @@ OTHER_NAMES: Mapping[str, str] = {
     'task.verifier_workers': 'reward_workers num_verifiers reward_num_workers',
     'task.verifier_deadline_s': 'reward_timeout verifier_timeout',
     'task.filter': 'dynamic_sampling filter_groups dynamic_filtering',
-    'rollout.slots': 'max_num_seqs max_concurrent_rollouts max_concurrency concurrency max_running_requests num_slots '
-    'decode_batch_size',
-    'rollout.context_tokens': 'max_model_len max_seq_len max_seq_length max_length max_len context_length seq_len',
-    'rollout.cache_tokens': 'kv_cache_size gpu_memory_utilization mem_fraction_static cache_size',
-    'rollout.block_tokens': 'block_size page_size',
-    'rollout.server': 'backend rollout_backend inference_backend rollout_engine use_vllm',
-    'rollout.urls': 'server_url server_urls endpoint endpoints vllm_server_base_url addresses',
-    'rollout.workflow': 'agent_loop multi_turn rollout_fn agent_func_path',
-    'rollout.group_size': 'n n_samples num_samples n_samples_per_prompt num_generations samples_per_prompt group '
-    'num_return_sequences generations rollout_n n_rollouts num_rollouts answers_per_prompt responses_per_prompt',
-    'rollout.max_running_groups': 'max_running_prompts max_inflight_prompts max_head_offpolicyness_groups',
-    'rollout.max_new_tokens': 'max_completion_length response_length max_response_length generate_max_len '
-    'max_tokens max_gen_len max_generation_length max_answer_tokens max_response_len',
-    'rollout.temperature': 'temp sampling_temperature',
-    'rollout.top_p': 'nucleus',
     'buffer.capacity': 'buffer_size replay_buffer_size queue_size',
     'lora.rank': 'lora_rank lora_r r use_lora use_peft',
     'lora.alpha': 'lora_alpha',

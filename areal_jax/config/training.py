@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from areal_jax.config.cluster import ONE_DEVICE, parse_learner
@@ -44,13 +44,13 @@ class StalenessSection(ConfigSection):
 
     section: ClassVar[str] = 'staleness'
     title: ClassVar[str] = 'How old the trained data may be'
+    used_if: ClassVar[Callable[[Config], bool]] = generates
 
     eta: float = declare(
         Real(
             4.0,
             VERSIONS,
             'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded',
-            used_if=generates,
             other_names='max_staleness max_head_offpolicyness staleness_threshold staleness off_policyness max_lag lag '
             'max_off_policy_steps async_level',
         )
@@ -59,18 +59,16 @@ class StalenessSection(ConfigSection):
         Path(
             'natural',
             "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'",
-            used_if=generates,
         )
     )
     max_token_age: int | None = declare(
-        Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off', used_if=generates)
+        Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off')
     )
     over_age: str = declare(
         Choice(
             'off',
             ('off', 'drop', 'mask'),
             "beyond that bound: 'drop' the group or 'mask' the tokens",
-            used_if=generates,
         )
     )
 

@@ -15,7 +15,8 @@ from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
 from areal_jax.config.declarations import TRUNK_CRITIC
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.kinds import find_channel, find_server
+from areal_jax.config.generation import uses_servers
+from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
@@ -87,11 +88,6 @@ def build_choice(config: TrackedConfig) -> Choice:
     return Automatic(rungs, gain=cluster.reallocate_gain, updates=cluster.reallocate_updates)
 
 
-def uses_servers(config: TrackedConfig) -> bool:
-    """Whether answers come from other processes."""
-    return not find_server(config.rollout.server).in_process
-
-
 def build_lora(config: TrackedConfig) -> Lora | None:
     from areal_jax.models.weights import Lora
 
@@ -128,14 +124,14 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     from areal_jax.learning.brakes import Brake
     from areal_jax.learning.settings import LearnerSettings
 
-    learner, objective = config.learner, build_objective(config)
+    learner, rollout, objective = config.learner, config.rollout, build_objective(config)
     idle = TrackedConfig(default_config())
     supervised = not objective.learns_from_answers
     if supervised:
         learner = dataclasses.replace(learner, packing='ordinary')
     policy = idle if supervised else config  # fields that only asynchronous RL uses
     filtered = learner.filter_equal_rewards
-    most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
+    most_rows = learner.groups_per_update * (1 if supervised else rollout.group_size)
     return LearnerSettings(
         learner=learner,
         staleness=config.staleness,
@@ -145,15 +141,15 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         publish_dtype=policy.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         objective=objective,
-        temperature=policy.rollout.temperature,
+        temperature=rollout.temperature,
         denominator=(policy if filtered else idle).loss.denominator,
-        truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
-        scores=not supervised and uses_servers(config),
+        truncated_sampling=(policy if rollout.cuts_softmax else idle).loss.truncated_sampling,
+        scores=uses_servers(config),
         seed=config.run.seed,
-        quantized=policy.rollout.weights == 'int8',
+        quantized=rollout.weights == 'int8',
         brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
-        records_routes=policy.rollout.record_routes,
+        records_routes=rollout.record_routes,
     )
 
 
@@ -203,24 +199,6 @@ def build_choices(config: TrackedConfig) -> PolicyChoices:
     return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
 
 
-def cuts_softmax(config: TrackedConfig) -> bool:
-    """Whether answers are drawn from a part of the softmax only."""
-    return config.rollout.top_k > 0 or config.rollout.top_p < 1
-
-
-def count_cache_blocks(config: TrackedConfig, slots: int, *, beside: bool = False) -> int:
-    """Blocks of the KV cache of an engine with so many slots: rollout.cache_tokens, or a whole context for each slot.
-
-    The slots for evaluation beside training get no more than they can fill.
-    """
-    rollout = config.rollout
-    most = slots * -(-rollout.context_tokens // rollout.block_tokens)
-    if not rollout.cache_tokens:
-        return most
-    budget = rollout.cache_tokens // rollout.block_tokens
-    return min(budget, most) if beside else budget
-
-
 def build_requirements(config: TrackedConfig) -> list[Requirement]:
     """What this run needs of every engine."""
     rollout, evaluation = config.rollout, config.evaluation
@@ -230,7 +208,7 @@ def build_requirements(config: TrackedConfig) -> list[Requirement]:
         pool.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
         pool.needs_pause('taking checkpoints'),
     ]
-    if cuts_softmax(config):
+    if rollout.cuts_softmax:
         setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
         needed.append(pool.needs_logprobs(setting, 'sampling'))
     if evaluation.every and not uses_servers(config):  # there it has engines of its own

@@ -291,7 +291,7 @@ class GenerationService:
         self._staged = version, directory
 
     async def swap(
-        self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False, client: str = ''
+        self, label: str | None, kv_policy: KvPolicy | None = None, *, cancel: bool = False, client: str = ''
     ) -> None:
         """Decodes with the staged weights from the next dispatch on; returns when it does, or is idle with them.
 
