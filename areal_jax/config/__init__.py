@@ -28,13 +28,14 @@ from areal_jax.config.fields import (
     require_local,
 )
 from areal_jax.config.generation import RolloutSection
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.near_names import require_declared
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
 DATACLASSES: Mapping[str, type[ConfigSection]] = {
     kind.section: kind
-    for kind in (RolloutSection, StalenessSection, LearnerSection, OptimizerSection, DiagnosticsSection)
+    for kind in (RolloutSection, StalenessSection, LearnerSection, CriticSection, OptimizerSection, DiagnosticsSection)
 }
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
 
@@ -112,6 +113,7 @@ class TrackedConfig:
         self._config, self._purpose = config.copy_and_resolve_references(), purpose
         self._overrides = frozenset(overrides)
         self._read: set[str] = set()
+        self._idle: set[str] = set()
 
     @functools.cached_property
     def rollout(self) -> RolloutSection:
@@ -124,6 +126,10 @@ class TrackedConfig:
     @functools.cached_property
     def learner(self) -> LearnerSection:
         return read_section(LearnerSection, self._config, self._purpose)
+
+    @functools.cached_property
+    def critic(self) -> CriticSection:
+        return read_section(CriticSection, self._config, self._purpose)
 
     @functools.cached_property
     def optimizer(self) -> OptimizerSection:
@@ -142,8 +148,11 @@ class TrackedConfig:
 
     def note_used(self, paths: Iterable[str]) -> None:
         """Fields, and all fields of whole sections, that other processes of the run read."""
-        for path in paths:
-            self._read.update([path] if '.' in path else (f'{path}.{field}' for field in SECTIONS[path]))
+        self._read.update(_list_paths(paths))
+
+    def note_idle(self, paths: Iterable[str]) -> None:
+        """Takes fields, and whole sections, that code of the user's own might have used, and does not."""
+        self._idle.update(_list_paths(paths))
 
     def unread(self) -> list[tuple[str, Value]]:
         """Fields whose value differs from the default and that nothing has read."""
@@ -158,7 +167,7 @@ class TrackedConfig:
         section, _, name = path.partition('.')
         if kind := DATACLASSES.get(section):
             if self._purpose is Purpose.TRAINING:
-                return is_used(kind, name, self._config)
+                return path not in self._idle and is_used(kind, name, self._config)
             if self._purpose in FIELDS[path].also_for:
                 return True
         return path in self._read or path.rpartition('.')[0] in self._read
@@ -178,6 +187,12 @@ class TrackedConfig:
                 f'set but never read: {fields}. This run does not use '
                 f'{"it" if len(unread) == 1 else "them"}: remove the setting or the one that makes it unused.'
             )
+
+
+def _list_paths(paths: Iterable[str]) -> Iterator[str]:
+    """Yields the fields, and those of each section that is named whole."""
+    for path in paths:
+        yield from [path] if '.' in path else (f'{path}.{field}' for field in SECTIONS[path])
 
 
 class _TrackedSection:

@@ -20,7 +20,6 @@ from areal_jax.config.agent_fields import (
 )
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import (
-    find_critic_problems,
     find_evaluation_problem,
     find_friction_problems,
     find_model_problems,
@@ -34,6 +33,7 @@ from areal_jax.config.generation import (
     find_sparing_problems,
 )
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.loss import find_critic_problems
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems, find_reference_problems
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import find_reallocation_problems

@@ -48,7 +48,8 @@ from areal_jax.config.fields import (
 )
 from areal_jax.config.generation import RolloutSection
 from areal_jax.config.kinds import CHANNELS, IN_PROCESS, describe_channels, find_server
-from areal_jax.config.objectives import OBJECTIVES, find_objective, trains_critic
+from areal_jax.config.loss import CriticSection
+from areal_jax.config.objectives import OBJECTIVES, find_objective
 from areal_jax.config.policy_choices import CHOICE_FIELDS
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
@@ -73,32 +74,6 @@ LOSS_FIELDS: Mapping[str, Field] = {
     'teacher': Path('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
     'reference': Path('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip
-
-
-# The fields of the section `critic`, and what they do not go with. docs/critic.md is their page.
-
-
-TRUNK_CRITIC, COPIED_CRITIC = 'trunk', 'copy'  # of critic.model; else a directory
-
-CRITIC_FIELDS: Mapping[str, Field] = {
-    'model': Path(
-        TRUNK_CRITIC,
-        "trunk: a value head on the policy; copy: a model of its own, first the policy's; or a HF directory",
-    ),
-    'learning_rate': Real(
-        1e-4, POSITIVE, 'of its own optimizer, which has the other settings of the section optimizer'
-    ),
-    'trunk_gradient': Real(0.1, SHARE, "trunk: weight of the value loss for the policy's weights; 0 = the head alone"),
-}
-
-
-def find_critic_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A sentence for each rule that an objective with a critic breaks."""
-    if trains_critic(c.loss) and c.optimizer.blocks > 1:
-        yield (
-            f'loss.objective={c.loss.objective!r} with optimizer.blocks={c.optimizer.blocks}: a critic is trained in '
-            'every update, and an update of a block trains the leaves of that block; use optimizer.blocks=1'
-        )
 
 
 # The section `model` of the config, and the rules of its fields.
@@ -442,7 +417,7 @@ SECTIONS: Mapping[str, Section] = {
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': declare_section(OptimizerSection),
-    'critic': Section("Values of loss.advantage='gae', or of a reward model, see docs/critic.md", **CRITIC_FIELDS),
+    'critic': declare_section(CriticSection),
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text(

@@ -47,8 +47,6 @@ OTHER_NAMES: Mapping[str, str] = {
     **{f'loss.{field}': names for field, names in OF_CHOICES.items()},
     'loss.reference': 'ref_model reference_model ref_path ref_model_path ref',
     **{path: field.other_names for path, field in FIELDS.items() if field.other_names},
-    'critic.learning_rate': 'critic_lr critic_learning_rate value_lr',
-    'critic.model': 'critic_path critic_pretrain critic_model_path value_model',
     'cluster.learner': 'fsdp fsdp_size num_nodes n_gpus_per_node actor_num_gpus_per_node allocation_mode world_size',
     'cluster.engines': 'tensor_parallel_size tensor_model_parallel_size vllm_num_engines num_engines tp tp_size '
     'vllm_tensor_parallel_size rollout_num_gpus n_engines',

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.config.declarations import require_allowed
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, StalenessSection
 from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.objective import PROXIMAL, Objective
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticSettings:
-    """Of the values that an objective reads, see trained_leaves.py."""
-
-    own_model: bool  # else a head on the policy's trunk
-    trunk_gradient: float  # of such a head: what its loss counts for the weights of the policy, in [0, 1]
-
-    def __post_init__(self) -> None:
-        require_allowed({'critic.trunk_gradient': self.trunk_gradient})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +31,7 @@ class LearnerSettings:
     seed: int  # of the run: part of the names of its answers
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
     brake: Brake
-    critic: CriticSettings | None  # where the objective trains values
+    critic: CriticSection | None  # where the objective trains values, see trained_leaves.py
     records_routes: bool  # engines record which experts tokens have reached
 
     def __post_init__(self) -> None:

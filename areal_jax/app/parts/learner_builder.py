@@ -17,8 +17,8 @@ from areal_jax.app.parts.part_settings import (
 )
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit
-from areal_jax.config.declarations import COPIED_CRITIC
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.loss import COPIED_CRITIC
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
 from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.handshake import digest_config

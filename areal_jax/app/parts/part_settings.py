@@ -13,10 +13,10 @@ from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
-from areal_jax.config.declarations import TRUNK_CRITIC
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.generation import uses_servers
 from areal_jax.config.kinds import find_channel
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
-    from areal_jax.learning.settings import CriticSettings, LearnerSettings
+    from areal_jax.learning.settings import LearnerSettings
     from areal_jax.models.weights import Lora
     from areal_jax.sharding.rules import Allocation
 
@@ -101,17 +101,13 @@ def build_optimizer(config: TrackedConfig) -> Optimizer:
     return make_optimizer(config.optimizer, count_steps(config), compares=config.diagnostics.brakes)
 
 
-def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
+def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSection | None:
     """None for an objective that trains no values."""
-    from areal_jax.learning.settings import CriticSettings
-
     if not objective.trains_values:
         return None
     if objective.scores_answers:  # the values are what is trained
-        return CriticSettings(own_model=False, trunk_gradient=1.0)
-    ours, idle = config.critic, TrackedConfig(default_config()).critic
-    own_model = ours.model != TRUNK_CRITIC
-    return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
+        return dataclasses.replace(config.critic, trunk_gradient=1.0)
+    return config.critic
 
 
 def build_blocks(config: TrackedConfig) -> BlockOrder | None:
@@ -161,7 +157,9 @@ def build_objective(config: TrackedConfig) -> Objective:
 
     loss = config.loss
     if is_own(loss.objective):
-        return load_objective(loss.objective, dict(loss.options))
+        objective = load_objective(loss.objective, dict(loss.options))
+        config.note_idle(() if objective.trains_values else ('critic',))
+        return objective
     kind = find_objective(loss.objective)
     if kind.scores:
         return RewardModel()

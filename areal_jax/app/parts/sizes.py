@@ -19,10 +19,9 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.declarations import TRUNK_CRITIC
 from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.config.kinds import find_channel
-from areal_jax.config.objectives import find_objective, is_policy, reads_reference, trains_critic
+from areal_jax.config.objectives import find_objective, is_policy, reads_reference
 from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -199,8 +198,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
         sizes['reference model'] = count(trained, cut(trained), dtype)
     if find_objective(config.loss.objective).teacher:
         sizes['teacher'] = _teacher_bytes(config, mesh)
-    has_values = is_policy(config.loss.objective) and trains_critic(config.loss)
-    if has_values and config.critic.model != TRUNK_CRITIC:
+    if config.critic.own_model:
         sizes['critic'] = _critic_bytes(config, shape, mesh)
     return sizes
 

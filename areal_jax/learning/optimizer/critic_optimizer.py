@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from areal_jax.config.declarations import require_allowed
 from areal_jax.learning.optimizer.optimizer import CRITIC_METRICS, Optimizer, OptimizerState
 from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.types import Tree
@@ -44,7 +43,6 @@ class CriticOptimizer(Optimizer):
 
 
 def add_critic_optimizer(optimizer: Optimizer, rate: float) -> CriticOptimizer:
-    """The optimizer of a learner that has a critic; raises ConfigError for a rate that its field may not hold."""
-    require_allowed({'critic.learning_rate': rate})
+    """Returns the optimizer of a learner that has a critic."""
     fields = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}
     return CriticOptimizer(**fields, critic_rate=rate)
