@@ -6,7 +6,6 @@ call `validate`, and app/ builds a run from a `TrackedConfig`.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -28,14 +27,22 @@ from areal_jax.config.fields import (
     require_local,
 )
 from areal_jax.config.generation import RolloutSection
-from areal_jax.config.loss import CriticSection
+from areal_jax.config.loss import CriticSection, LossSection
 from areal_jax.config.near_names import require_declared
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
 DATACLASSES: Mapping[str, type[ConfigSection]] = {
     kind.section: kind
-    for kind in (RolloutSection, StalenessSection, LearnerSection, CriticSection, OptimizerSection, DiagnosticsSection)
+    for kind in (
+        RolloutSection,
+        StalenessSection,
+        LearnerSection,
+        LossSection,
+        CriticSection,
+        OptimizerSection,
+        DiagnosticsSection,
+    )
 }
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
 
@@ -103,43 +110,26 @@ class TrackedConfig:
       overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
     """
 
+    rollout: RolloutSection
+    staleness: StalenessSection
+    learner: LearnerSection
+    loss: LossSection
+    critic: CriticSection
+    optimizer: OptimizerSection
+    diagnostics: DiagnosticsSection
+
     def __init__(
-        self,
-        config: config_dict.ConfigDict,
-        overrides: Collection[str] = (),
-        *,
-        purpose: Purpose = Purpose.TRAINING,
+        self, config: config_dict.ConfigDict, overrides: Collection[str] = (), *, purpose: Purpose = Purpose.TRAINING
     ):
         self._config, self._purpose = config.copy_and_resolve_references(), purpose
         self._overrides = frozenset(overrides)
         self._read: set[str] = set()
         self._idle: set[str] = set()
 
-    @functools.cached_property
-    def rollout(self) -> RolloutSection:
-        return read_section(RolloutSection, self._config, self._purpose)
-
-    @functools.cached_property
-    def staleness(self) -> StalenessSection:
-        return read_section(StalenessSection, self._config, self._purpose)
-
-    @functools.cached_property
-    def learner(self) -> LearnerSection:
-        return read_section(LearnerSection, self._config, self._purpose)
-
-    @functools.cached_property
-    def critic(self) -> CriticSection:
-        return read_section(CriticSection, self._config, self._purpose)
-
-    @functools.cached_property
-    def optimizer(self) -> OptimizerSection:
-        return read_section(OptimizerSection, self._config, self._purpose)
-
-    @functools.cached_property
-    def diagnostics(self) -> DiagnosticsSection:
-        return read_section(DiagnosticsSection, self._config, self._purpose)
-
-    def __getattr__(self, section: str) -> _TrackedSection:
+    def __getattr__(self, section: str) -> Any:
+        if kind := DATACLASSES.get(section):
+            self.__dict__[section] = found = read_section(kind, self._config, self._purpose)
+            return found
         return _TrackedSection(self._config[section], section, self._read)
 
     def as_dict(self) -> dict[str, dict[str, Value]]:
@@ -164,11 +154,11 @@ class TrackedConfig:
 
     def _is_read(self, path: str) -> bool:
         """Whether the field is used: declared so, or read, or an option of a free section that was read."""
-        section, _, name = path.partition('.')
+        section, name = path.split('.')[:2]
         if kind := DATACLASSES.get(section):
             if self._purpose is Purpose.TRAINING:
                 return path not in self._idle and is_used(kind, name, self._config)
-            if self._purpose in FIELDS[path].also_for:
+            if self._purpose in FIELDS[f'{section}.{name}'].also_for:
                 return True
         return path in self._read or path.rpartition('.')[0] in self._read
 

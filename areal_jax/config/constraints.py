@@ -26,6 +26,7 @@ from areal_jax.config.declarations import (
     find_simulation_problems,
 )
 from areal_jax.config.generation import (
+    cuts_softmax,
     find_engine_problems,
     find_quantization_problems,
     find_route_problems,
@@ -189,7 +190,7 @@ def _evaluation_engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Answers that give an unintended, biased signal."""
-    if (c.rollout.top_k > 0 or c.rollout.top_p < 1) and c.loss.truncated_sampling == 'refuse':
+    if cuts_softmax(c) and c.loss.truncated_sampling == 'refuse':
         yield (
             f'rollout.top_k={c.rollout.top_k} and rollout.top_p={c.rollout.top_p} draw from a part of the softmax, but '
             "the learner's log-probs are those of all of it: set rollout.top_k=0 and rollout.top_p=1, or accept a bias "

@@ -46,35 +46,11 @@ from areal_jax.config.fields import (
     Value,
     declare_section,
 )
-from areal_jax.config.generation import RolloutSection
+from areal_jax.config.generation import RolloutSection, cuts_softmax
 from areal_jax.config.kinds import CHANNELS, IN_PROCESS, describe_channels, find_server
-from areal_jax.config.loss import CriticSection
-from areal_jax.config.objectives import OBJECTIVES, find_objective
-from areal_jax.config.policy_choices import CHOICE_FIELDS
+from areal_jax.config.loss import CriticSection, LossSection
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
-
-LOSS_FIELDS: Mapping[str, Field] = {
-    'objective': ChoiceOrOwn(
-        'decoupled_ppo', tuple(OBJECTIVES), 'a method, docs/objectives.md; sft, dpo and reward_model have no engines'
-    ),
-    'options': Options('FILE.py:FUNCTION: its parameters by name, any keys'),
-    **CHOICE_FIELDS,
-    'denominator': Choice(
-        'kept', ('kept', 'all'), 'kept: the fewer groups filter_equal_rewards keeps, the more each weighs'
-    ),
-    'truncated_sampling': Choice(
-        'refuse', ('refuse', 'full_softmax'), 'top_k, top_p: biased by the mass kept, a metric'
-    ),
-    'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
-    'divergence': Choice(
-        'sampled',
-        ('sampled', 'reverse', 'forward'),
-        'distillation: reverse KL on sampled tokens; or reverse or forward KL over the whole vocabulary',
-    ),
-    'teacher': Path('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
-    'reference': Path('', "a Hugging Face directory; '' = the weights at the start"),
-}  # fmt: skip
-
 
 # The section `model` of the config, and the rules of its fields.
 
@@ -200,7 +176,7 @@ def find_friction_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     if not friction.actor_share:
         return
     setting = f'friction.actor={friction.actor!r} with friction.actor_share={friction.actor_share}'
-    if rollout.top_k > 0 or rollout.top_p < 1:
+    if cuts_softmax(c):
         yield (
             f'{setting} and rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}: frictions of the actor are '
             'defined on log-probs of the whole softmax; set rollout.top_k=0 and rollout.top_p=1, or '
@@ -414,7 +390,7 @@ SECTIONS: Mapping[str, Section] = {
         alpha=Real(16.0, POSITIVE, 'adapters are multiplied by alpha / rank'),
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
-    'loss': Section('What an update optimizes', **LOSS_FIELDS),
+    'loss': declare_section(LossSection),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': declare_section(OptimizerSection),
     'critic': declare_section(CriticSection),

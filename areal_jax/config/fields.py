@@ -354,7 +354,8 @@ class Section(Mapping[str, Field]):
 
 def declare(field: Field, **changes: Any) -> Any:
     """A field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
-    return dataclasses.field(**({'default': field.default, 'metadata': {_DECLARED: field}} | changes))
+    default = {'default_factory': dict} if isinstance(field, Options) else {'default': field.default}
+    return dataclasses.field(**(default | {'metadata': {_DECLARED: field}} | changes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -381,9 +382,9 @@ def declare_section(kind: type[ConfigSection]) -> Section:
 SectionKind = TypeVar('SectionKind', bound=ConfigSection)
 
 
-def list_fields(kind: type[ConfigSection]) -> Mapping[str, Field]:
-    """The declarations of a section, by name."""
-    return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind)}
+def list_fields(kind: type[Any]) -> Mapping[str, Field]:
+    """Returns the declarations of a section, or of another dataclass with fields of `declare`, by name."""
+    return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind) if field.metadata}
 
 
 def is_used(kind: type[ConfigSection], name: str, config: Config) -> bool:

@@ -40,6 +40,11 @@ def uses_servers(c: Config) -> bool:
     return not _is_in_process(c)
 
 
+def cuts_softmax(c: Config) -> bool:
+    """Tells whether answers are drawn from a part of the softmax only."""
+    return c.rollout.top_k > 0 or c.rollout.top_p < 1
+
+
 def _is_in_process(c: Config) -> bool:
     return find_server(c.rollout.server).in_process
 
@@ -195,10 +200,7 @@ class RolloutSection(ConfigSection):
     )
     max_retries: int = declare(
         Integer(
-            3,
-            COUNT_OR_OFF,
-            'servers: how often a request may fail before its group is dropped',
-            used_if=uses_servers,
+            3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped', used_if=uses_servers
         )
     )
     pause_lease_s: float = declare(
@@ -264,11 +266,7 @@ class RolloutSection(ConfigSection):
         )
     )
     ignore_eos: bool = declare(
-        Flag(
-            False,
-            'EOS ends no answer, so that each has rollout.max_new_tokens tokens',
-            also_for=_BY_ANSWERS,
-        )
+        Flag(False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens', also_for=_BY_ANSWERS)
     )
     temperature: float = declare(
         Real(
@@ -280,12 +278,7 @@ class RolloutSection(ConfigSection):
         )
     )
     top_k: int = declare(
-        Integer(
-            0,
-            COUNT_OR_OFF,
-            '0 = off; training with a cut needs loss.truncated_sampling',
-            also_for=_BY_ANSWERS,
-        )
+        Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling', also_for=_BY_ANSWERS)
     )
     top_p: float = declare(
         Real(
@@ -296,11 +289,6 @@ class RolloutSection(ConfigSection):
             other_names='nucleus',
         )
     )
-
-    @property
-    def cuts_softmax(self) -> bool:
-        """Tells whether answers are drawn from a part of the softmax only."""
-        return self.top_k > 0 or self.top_p < 1
 
     def count_cache_blocks(self, slots: int, *, beside: bool = False) -> int:
         """Returns the blocks of the KV cache of an engine with so many slots: cache_tokens, or a context for each.
@@ -352,7 +340,7 @@ def find_server_problems(c: Config) -> Iterator[str]:
             f'rollout.kv_policy={rollout.kv_policy!r} with {setting}: these servers are paused to load weights, which '
             "ends answers and their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
         )
-    if (rollout.top_k > 0 or rollout.top_p < 1) and not kind.gives_sampling_logprobs:
+    if cuts_softmax(c) and not kind.gives_sampling_logprobs:
         yield (
             f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
             "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"

@@ -14,7 +14,6 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.config.declarations import FIELDS, SECTIONS
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.policy_choices import OTHER_NAMES as OF_CHOICES
 from areal_jax.errors import ask_whether, find_near, suggest
 
 # TRL, verl, OpenRLHF and AReaL, and how people abbreviate
@@ -43,9 +42,6 @@ OTHER_NAMES: Mapping[str, str] = {
     'lora.rank': 'lora_rank lora_r r use_lora use_peft',
     'lora.alpha': 'lora_alpha',
     'lora.targets': 'target_modules lora_target_modules lora_targets',
-    'loss.objective': 'algorithm loss_type loss_fn adv_mode',
-    **{f'loss.{field}': names for field, names in OF_CHOICES.items()},
-    'loss.reference': 'ref_model reference_model ref_path ref_model_path ref',
     **{path: field.other_names for path, field in FIELDS.items() if field.other_names},
     'cluster.learner': 'fsdp fsdp_size num_nodes n_gpus_per_node actor_num_gpus_per_node allocation_mode world_size',
     'cluster.engines': 'tensor_parallel_size tensor_model_parallel_size vllm_num_engines num_engines tp tp_size '

@@ -30,7 +30,7 @@ from areal_jax.config.fields import (
     Value,
     declare,
 )
-from areal_jax.config.objectives import find_objective, is_policy, resolve
+from areal_jax.config.objectives import KL, find_kl, find_objective, is_policy, resolve
 
 
 def generates(c: Config) -> bool:
@@ -56,20 +56,13 @@ class StalenessSection(ConfigSection):
         )
     )
     schedule: str = declare(
-        Path(
-            'natural',
-            "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'",
-        )
+        Path('natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'")
     )
     max_token_age: int | None = declare(
         Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off')
     )
     over_age: str = declare(
-        Choice(
-            'off',
-            ('off', 'drop', 'mask'),
-            "beyond that bound: 'drop' the group or 'mask' the tokens",
-        )
+        Choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens")
     )
 
     @property
@@ -118,10 +111,7 @@ class LearnerSection(ConfigSection):
     )
     packing: str = declare(
         Choice(
-            'shared_prompt',
-            ('shared_prompt', 'ordinary'),
-            "'shared_prompt': a prompt once per row",
-            used_if=generates,
+            'shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row", used_if=generates
         )
     )
     fill: str = declare(
@@ -155,11 +145,7 @@ class LearnerSection(ConfigSection):
         Choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch")
     )
     filter_equal_rewards: bool = declare(
-        Flag(
-            True,
-            'do not train groups whose rewards are all equal; they still count as used',
-            used_if=generates,
-        )
+        Flag(True, 'do not train groups whose rewards are all equal; they still count as used', used_if=generates)
     )
     dtype: str = declare(
         Choice(
@@ -292,10 +278,7 @@ class OptimizerSection(ConfigSection):
     )
     moment_dtype: str = declare(
         Choice(
-            'float32',
-            ('float32', 'bfloat16'),
-            'adamw: of both moments',
-            used_if=lambda c: c.optimizer.name == 'adamw',
+            'float32', ('float32', 'bfloat16'), 'adamw: of both moments', used_if=lambda c: c.optimizer.name == 'adamw'
         )
     )
     b1: float = declare(
@@ -352,9 +335,7 @@ class OptimizerSection(ConfigSection):
     )
     brake: str = declare(
         Choice(
-            'none',
-            ('none', 'ess', 'lag', 'projection'),
-            'shortens steps on old data, see docs/staleness_methods.md',
+            'none', ('none', 'ess', 'lag', 'projection'), 'shortens steps on old data, see docs/staleness_methods.md'
         )
     )
     brake_base: float = declare(
@@ -545,7 +526,7 @@ def find_block_problems(c: Config) -> Iterator[str]:
             'a model beside the trained one is compared with all of its leaves',
         ),
         (
-            *('loss.kl_coefficient', find_kl(c), 0.0, not find_kl(c)),
+            *(KL, find_kl(c.loss), 0.0, not find_kl(c.loss)),
             'the reference model would need the frozen leaves as they were at the start',
         ),
         (
@@ -573,11 +554,6 @@ def _is_compared(objective: str) -> bool:
     """Whether every update reads a model beside the trained one."""
     kind = find_objective(objective)
     return kind.reference or kind.teacher
-
-
-def find_kl(c: Config) -> float:
-    """loss.kl_coefficient, or that of the method."""
-    return resolve(c.loss)['kl_coefficient'] if is_policy(c.loss.objective) else 0.0
 
 
 def list_unmoved(c: Config) -> tuple[tuple[str, Value, bool, str], ...]:

@@ -14,6 +14,7 @@ from areal_jax.app.parts.compilations import print_passed_over
 from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines
+from areal_jax.config.generation import cuts_softmax
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.frictions import TEMPERATURE
@@ -60,7 +61,7 @@ def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevice
     """The decode programs of training on `devices`."""
     rollout = config.rollout
     tempered = config.friction.actor_share > 0 and config.friction.actor == TEMPERATURE
-    blocks, cuts = rollout.count_cache_blocks(rollout.slots), rollout.cuts_softmax
+    blocks, cuts = rollout.count_cache_blocks(rollout.slots), cuts_softmax(config)
     return _build_backend(config, decoder, devices, rollout.slots, blocks, filtered=cuts, adjusted=tempered)
 
 
@@ -79,7 +80,7 @@ def build_evaluation_backends(
     if not evaluation.every:
         return {}
     blocks = config.rollout.count_cache_blocks(evaluation.slots, beside=True)
-    filtered = evaluation.every_samples > 0 and config.rollout.cuts_softmax
+    filtered = evaluation.every_samples > 0 and cuts_softmax(config)
     return {
         devices: _build_backend(config, decoder, devices, evaluation.slots, blocks, filtered=filtered)
         for devices in allocation.by_devices()

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from ml_collections import config_dict
 
-from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
+from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.generation import uses_servers
+from areal_jax.config.generation import cuts_softmax, uses_servers
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.loss import CriticSection
-from areal_jax.config.objectives import PAIRS, find_objective, resolve
+from areal_jax.config.objectives import PAIRS, SET_ALONE, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
 from areal_jax.config.training import count_steps
@@ -121,12 +122,9 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     from areal_jax.learning.settings import LearnerSettings
 
     learner, rollout, objective = config.learner, config.rollout, build_objective(config)
-    idle = TrackedConfig(default_config())
     supervised = not objective.learns_from_answers
     if supervised:
         learner = dataclasses.replace(learner, packing='ordinary')
-    policy = idle if supervised else config  # fields that only asynchronous RL uses
-    filtered = learner.filter_equal_rewards
     most_rows = learner.groups_per_update * (1 if supervised else rollout.group_size)
     return LearnerSettings(
         learner=learner,
@@ -134,12 +132,12 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         diagnostics=config.diagnostics,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
         strategy=config.cluster.strategy,
-        publish_dtype=policy.publication.dtype,
+        publish_dtype=FIELDS['publication.dtype'].default if supervised else config.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         objective=objective,
         temperature=rollout.temperature,
-        denominator=(policy if filtered else idle).loss.denominator,
-        truncated_sampling=(policy if rollout.cuts_softmax else idle).loss.truncated_sampling,
+        denominator=config.loss.denominator,
+        truncated_sampling=config.loss.truncated_sampling,
         scores=uses_servers(config),
         seed=config.run.seed,
         quantized=rollout.weights == 'int8',
@@ -158,7 +156,7 @@ def build_objective(config: TrackedConfig) -> Objective:
     loss = config.loss
     if is_own(loss.objective):
         objective = load_objective(loss.objective, dict(loss.options))
-        config.note_idle(() if objective.trains_values else ('critic',))
+        config.note_idle(_list_idle(objective))
         return objective
     kind = find_objective(loss.objective)
     if kind.scores:
@@ -176,25 +174,28 @@ def build_objective(config: TrackedConfig) -> Objective:
     return PolicyObjective(build_choices(config))
 
 
+def _list_idle(objective: Objective) -> list[str]:
+    """Returns the fields, and the section, that an objective of the user's own might have used, and does not."""
+    from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
+
+    reads = {
+        'loss.reference': REFERENCE in objective.reads,
+        'loss.teacher': bool(objective.reads & FROM_TEACHER),
+        'critic': objective.trains_values,
+    }
+    return [name for name, is_read in reads.items() if not is_read]
+
+
 def build_choices(config: TrackedConfig) -> PolicyChoices:
     """The combination of a policy objective."""
     loss, found = config.loss, resolve(config.loss)
-    if found['kl_coefficient']:
-        found |= {'kl_estimator': loss.kl_estimator, 'kl_in': loss.kl_in}
     if found['aggregation'] == 'constant':
         found['length_constant'] = loss.length_constant or config.rollout.max_new_tokens
     if found['overlong_tokens']:
-        found |= {'overlong_penalty': loss.overlong_penalty, 'longest_answer': config.rollout.max_new_tokens}
+        found['longest_answer'] = config.rollout.max_new_tokens
     if found.get('delight_gate') == 'bernoulli':
         found['seed'] = config.run.seed
-    choices = PolicyChoices(
-        **found,
-        reward_bias=loss.reward_bias,
-        reward_scale=loss.reward_scale,
-        reward_clip=loss.reward_clip,
-        truncated_answers=loss.truncated_answers,
-    )
-    return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
+    return PolicyChoices(**{name: getattr(loss, name) for name in SET_ALONE} | found)
 
 
 def build_requirements(config: TrackedConfig) -> list[Requirement]:
@@ -206,7 +207,7 @@ def build_requirements(config: TrackedConfig) -> list[Requirement]:
         pool.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
         pool.needs_pause('taking checkpoints'),
     ]
-    if rollout.cuts_softmax:
+    if cuts_softmax(config):
         setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
         needed.append(pool.needs_logprobs(setting, 'sampling'))
     if evaluation.every and not uses_servers(config):  # there it has engines of its own

@@ -21,7 +21,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.config.kinds import find_channel
-from areal_jax.config.objectives import find_objective, is_policy, reads_reference
+from areal_jax.config.objectives import KL, find_objective, is_policy, reads_reference
 from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -383,7 +383,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'versions for deltas':
         return 'set publication.delta=False'
     if name == 'reference model':
-        return 'set loss.kl_coefficient=0' if is_policy(c.loss.objective) else 'use a smaller model'
+        return f'set {KL}=0' if is_policy(c.loss.objective) else 'use a smaller model'
     if name == 'teacher':
         return 'name a smaller model in loss.teacher'
     if name == 'publication' and c.staleness.schedule != 'natural':

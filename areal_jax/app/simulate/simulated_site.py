@@ -109,9 +109,7 @@ _AS_SERVERS: Mapping[str, object] = {
     'rollout.server': OWN.name, 'rollout.urls': (), 'publication.channel': FILES.name,
 }  # fmt: skip
 _AS_ENGINES: Mapping[str, object] = {'publication.channel': DEVICE.name}
-_NOT_SIMULATED = (
-    'agent', 'model', 'task', 'lora', 'loss', 'cluster', 'publication',
-)  # fmt: skip
+_NOT_SIMULATED = ('agent', 'model', 'task', 'lora', 'cluster', 'publication')
 
 
 class Prices(NamedTuple):
