@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.config.loss import CriticSection
+from areal_jax.config.generation import RolloutSection
+from areal_jax.config.loss import CriticSection, LossSection
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, StalenessSection
 from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.objective import PROXIMAL, Objective
@@ -15,6 +16,8 @@ class LearnerSettings:
     """Everything of an update but the weights, the mesh and the optimizer."""
 
     learner: LearnerSection
+    rollout: RolloutSection
+    loss: LossSection
     staleness: StalenessSection
     diagnostics: DiagnosticsSection
     max_microbatches: int  # 'scan' only: `warm_up` compiles for minibatches of up to so many micro-batches
@@ -24,15 +27,10 @@ class LearnerSettings:
     # CPU copies them on the host
     publishes_files: bool
     objective: Objective
-    temperature: float
-    denominator: str  # 'all': groups that filter_equal_rewards leaves out count too
-    truncated_sampling: str  # tokens that top-k or top-p drew; 'full_softmax' trains them all the same
     scores: bool  # `warm_up` compiles what SpmdLearner.score runs
     seed: int  # of the run: part of the names of its answers
-    quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
     brake: Brake
     critic: CriticSection | None  # where the objective trains values, see trained_leaves.py
-    records_routes: bool  # engines record which experts tokens have reached
 
     def __post_init__(self) -> None:
         if (self.critic is not None) != self.objective.trains_values:

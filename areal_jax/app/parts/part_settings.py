@@ -121,29 +121,26 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     from areal_jax.learning.brakes import Brake
     from areal_jax.learning.settings import LearnerSettings
 
-    learner, rollout, objective = config.learner, config.rollout, build_objective(config)
+    learner, objective = config.learner, build_objective(config)
     supervised = not objective.learns_from_answers
     if supervised:
         learner = dataclasses.replace(learner, packing='ordinary')
-    most_rows = learner.groups_per_update * (1 if supervised else rollout.group_size)
+    most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
     return LearnerSettings(
         learner=learner,
+        rollout=config.rollout,
+        loss=config.loss,
         staleness=config.staleness,
         diagnostics=config.diagnostics,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
         strategy=config.cluster.strategy,
-        publish_dtype=FIELDS['publication.dtype'].default if supervised else config.publication.dtype,
+        publish_dtype=str(FIELDS['publication.dtype'].default) if supervised else config.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         objective=objective,
-        temperature=rollout.temperature,
-        denominator=config.loss.denominator,
-        truncated_sampling=config.loss.truncated_sampling,
         scores=uses_servers(config),
         seed=config.run.seed,
-        quantized=rollout.weights == 'int8',
         brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
-        records_routes=rollout.record_routes,
     )
 
 

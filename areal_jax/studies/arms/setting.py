@@ -128,14 +128,14 @@ def _of_arm(arm: Arm) -> Constants:
         delay=np.int32(0 if period else schedule.longest),
         period=np.int32(period),
         learning_rate=np.float32(config.optimizer.learning_rate),
-        temperature=np.float32(settings.temperature),
+        temperature=np.float32(config.rollout.temperature),
         numbers=_numbers(choices),
         denominator_factor=np.float32(_denominator_factor(choices, config.rollout.max_new_tokens)),
         entropy_coefficient=np.float32(choices.entropy_coefficient),
         proximal=np.int32(KINDS.index(choices.proximal)),
         advantage=np.int32(ADVANTAGES.index(choices.advantage)),
         filters=np.bool_(settings.filters),
-        counts_all=np.bool_(settings.denominator == 'all'),
+        counts_all=np.bool_(config.loss.denominator == 'all'),
     )
 
 
