@@ -102,11 +102,8 @@ class _Evaluation:
         overrides: Collection[str],
         interrupts: StopRequests | None,
     ):
-        self.config, self._source, self._interrupts = (
-            TrackedConfig(config, overrides, purpose=Purpose.EVALUATION),
-            source,
-            interrupts,
-        )
+        self.config = TrackedConfig(config, overrides, purpose=Purpose.EVALUATION)
+        self._source, self._interrupts = source, interrupts
         self.workdir = EvaluationWorkdir(workdir, self.config.as_dict(), resume=resume)
         self.workdir.require_usable()
         self._parts = contextlib.ExitStack()
