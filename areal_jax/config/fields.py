@@ -354,8 +354,7 @@ class Section(Mapping[str, Field]):
 
 def declare(field: Field, **changes: Any) -> Any:
     """A field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
-    default = {'default_factory': dict} if isinstance(field, Options) else {'default': field.default}
-    return dataclasses.field(**(default | {'metadata': {_DECLARED: field}} | changes))
+    return dataclasses.field(**({'default': field.default, 'metadata': {_DECLARED: field}} | changes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,9 @@ class _Objective(ConfigSection):
         )
     )
     options: Mapping[str, Option] = declare(
-        Options('FILE.py:FUNCTION: its parameters by name, any keys', used_if=_is_own)
+        Options('FILE.py:FUNCTION: its parameters by name, any keys', used_if=_is_own),
+        default=dataclasses.MISSING,
+        default_factory=dict,
     )
 
 
