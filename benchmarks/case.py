@@ -87,11 +87,11 @@ def give_routes(groups: list[TrajectoryGroup], decoder: Decoder, params: Any) ->
 def learner_settings(**changes: object) -> LearnerSettings:
     """The settings of the default config, but for `changes`; 'scan' is compiled for one micro-batch."""
     settings = build_learner_settings(TrackedConfig(default_config()))
-    for section in ('learner', 'rollout'):
-        values = getattr(settings, section)
-        names = {field.name for field in dataclasses.fields(values)} & changes.keys()
-        changes[section] = dataclasses.replace(values, **{name: changes.pop(name) for name in names})
-    return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})
+    names = {field.name for field in dataclasses.fields(settings.learner)}
+    of_rows = {name: value for name, value in changes.items() if name in names}
+    others = {name: value for name, value in changes.items() if name not in names}
+    learner = dataclasses.replace(settings.learner, **of_rows)
+    return dataclasses.replace(settings, **{'max_microbatches': 1, 'learner': learner, **others})
 
 
 def default_optimizer() -> Optimizer:

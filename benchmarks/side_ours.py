@@ -37,7 +37,7 @@ def prepare_training(arguments: Mapping[str, Any]) -> Start:
     decoder = Decoder(config, **arguments['decoder'])
     groups = make_groups(load_work(arguments['work']))
     settings = learner_settings(**arguments['settings'])
-    if arguments['settings'].get('record_routes'):
+    if arguments['settings'].get('records_routes'):
         groups = case.give_routes(groups, Decoder(config), params)
 
     def start() -> tuple[Call, Any]:

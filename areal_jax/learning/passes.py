@@ -175,7 +175,7 @@ class Passes:
         """
         weights, frozen = policy_leaves(weights), policy_leaves(frozen)
         rows, denominator = training_rows(batch, self._settings.objective)
-        if not self._settings.rollout.record_routes:  # those of a batch are of another model
+        if not self._settings.records_routes:  # those of a batch are of another model
             for column in of_models():
                 rows.pop(column.name, None)
         scalars = self._scalars(denominator, version, first=True, follows=follows)
@@ -349,7 +349,7 @@ class Passes:
         settings = self._settings
         scalars = training_scalars(
             follows_routes=(settings.learner.routes == 'replay' if follows is None else follows)
-            if settings.rollout.record_routes
+            if settings.records_routes
             else None,
             denominator=denominator,
             version=version,

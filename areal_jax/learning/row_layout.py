@@ -44,7 +44,7 @@ class RowLayout:
         self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.learner.row_buckets)}))
         _require_model(config, mesh)
         for field, value, off in (
-            ('rollout.record_routes', settings.rollout.record_routes, False),
+            ('rollout.record_routes', settings.records_routes, False),
             ('learner.router_aux_loss', settings.learner.router_aux_loss, 0),
         ):
             if value and config.experts is None:
@@ -65,7 +65,7 @@ class RowLayout:
         self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
         self._columns = tuple(column for column in declared() if column.packed)
-        self.inputs = config.columns if settings.rollout.record_routes else ()
+        self.inputs = config.columns if settings.records_routes else ()
 
     def pack(
         self,

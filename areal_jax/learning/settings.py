@@ -16,8 +16,8 @@ class LearnerSettings:
     """Everything of an update but the weights, the mesh and the optimizer."""
 
     learner: LearnerSection
-    rollout: RolloutSection
-    loss: LossSection
+    rollout: RolloutSection = dataclasses.field(compare=False)  # programs read neither this nor `loss`
+    loss: LossSection = dataclasses.field(compare=False)
     staleness: StalenessSection
     diagnostics: DiagnosticsSection
     max_microbatches: int  # 'scan' only: `warm_up` compiles for minibatches of up to so many micro-batches
@@ -31,6 +31,7 @@ class LearnerSettings:
     seed: int  # of the run: part of the names of its answers
     brake: Brake
     critic: CriticSection | None  # where the objective trains values, see trained_leaves.py
+    records_routes: bool  # engines record which experts tokens have reached: rows of programs have them
 
     def __post_init__(self) -> None:
         if (self.critic is not None) != self.objective.trains_values:

@@ -33,7 +33,7 @@ def measure_routes(options: Any) -> dict[str, Any]:
         sides = {
             'off': Side(sys.executable, 'benchmarks.side_ours', case | our_step()),
             'on': Side(
-                sys.executable, 'benchmarks.side_ours', case | our_step(record_routes=True, routes='replay')
+                sys.executable, 'benchmarks.side_ours', case | our_step(records_routes=True, routes='replay')
             ),
         }  # fmt: skip
         found = {'train_step': ask_warm(sides, options.turns)[0]}

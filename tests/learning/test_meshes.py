@@ -162,7 +162,7 @@ def with_routes(groups, seed=3):
     ],
 )
 def test_recorded_routes_are_followed_on_a_mesh_too(experts_alone, mesh):
-    changes = {'record_routes': True, 'routes': 'replay'}
+    changes = {'records_routes': True, 'routes': 'replay'}
     groups = [*with_routes(GROUPS)]
     expected, found = (update_once(make_expert_learner(changes=changes, **kind), groups) for kind in ({}, mesh))
     assert_equal_steps(expected, found)

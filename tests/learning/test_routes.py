@@ -36,7 +36,7 @@ def make_learner(*, routes='replay', records=True, **settings):
     mesh = {name: settings.pop(name) for name in ('fsdp',) if name in settings}
     return SpmdLearner(
         DECODER, PARAMS, make_mesh(**mesh), optimizer=make_optimizer('sgd', clip_norm=0), learning_rate=0.1,
-        settings=learner_settings(**shapes | settings, routes=routes if records else 'live', record_routes=records),
+        settings=learner_settings(**shapes | settings, routes=routes if records else 'live', records_routes=records),
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_a_dense_model_is_refused():
     with pytest.raises(ConfigError, match=r'rollout\.record_routes=True needs a model with experts; set it to False'):
         SpmdLearner(
             tiny_decoder(1), tiny_decoder(1).init(0), make_mesh(), optimizer=make_optimizer('sgd'), learning_rate=0.1,
-            settings=learner_settings(record_routes=True),
+            settings=learner_settings(records_routes=True),
         )  # fmt: skip
 
 

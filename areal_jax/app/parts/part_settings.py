@@ -141,6 +141,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         seed=config.run.seed,
         brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
+        records_routes=config.rollout.record_routes,
     )
 
 
