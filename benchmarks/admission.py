@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.event_writer import EventLog
@@ -121,7 +122,7 @@ def simulate(load: Load, max_running_groups: float, seed: int) -> dict[str, floa
     engines = [
         LocalEngine(
             index, DrawnBackend(load, load.lengths(seed), cache), clock, log, receive=channel.receive, version=0,
-            params=0, kv_policy='recompute', decode_steps=load.decode_steps,
+            params=0, rollout=RolloutSection(decode_steps=load.decode_steps),
         )
         for index in range(load.engines)
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -74,7 +75,7 @@ class InterruptedEngine:
         self._supervisor, self._slots, self._on_mark = Supervisor(clock), backend.slots, on_mark
         self._engine = LocalEngine(
             0, backend, clock, log, receive=receive or (lambda published: weights), version=0, params=weights,
-            kv_policy='keep' if policy == 'keep' else 'recompute', decode_steps=decode_steps,
+            rollout=RolloutSection(kv_policy='keep' if policy == 'keep' else 'recompute', decode_steps=decode_steps),
         )  # fmt: skip
         rng = np.random.default_rng(load.seed)
         self._lengths = draw_lengths(DRAWN, load.mean_tokens, load.limit_tokens, load.sigma, rng)

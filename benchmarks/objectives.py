@@ -28,12 +28,12 @@ from collections.abc import Iterator, Sequence
 from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.app.parts.learner_builder import build_objective
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.objectives import DECOUPLED_PPO, OBJECTIVES, is_policy
 from areal_jax.errors import UserError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, COLLISION, POLICY, REFERENCE, VALUES, Objective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, make_value_head
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
@@ -99,7 +99,7 @@ def make_objective(method: str) -> Objective:
 
 def make_learner(size: Size, decoder: Decoder, params: Tree, objective: Objective, minibatches: int = 1) -> SpmdLearner:
     """Compiled; a micro-batch is a minibatch."""
-    critic = CriticSettings(own_model=False, trunk_gradient=0.1) if objective.trains_values else None
+    critic = CriticSection(trunk_gradient=0.1) if objective.trains_values else None
     settings = learner_settings(
         objective=objective, row_tokens=size.row_tokens, row_loss_tokens=size.row_loss_tokens, critic=critic,
         rows_per_microbatch=size.rows // minibatches, n_minibatches=minibatches, accumulate='dispatch',

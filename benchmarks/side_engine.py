@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.app.process.setup import return_freed_memory
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
@@ -64,7 +65,7 @@ def make_engine(
 ) -> LocalEngine:
     return LocalEngine(
         0, backend, clock, log, receive=lambda published: weights, version=0, params=weights,
-        kv_policy='recompute', decode_steps=steps,
+        rollout=RolloutSection(decode_steps=steps),
     )  # fmt: skip
 
 

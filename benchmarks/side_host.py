@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from areal_jax.app.process.setup import space_full_collections
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.loop import Block, Ready
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
@@ -215,7 +216,7 @@ def measure_answers(path: pathlib.Path) -> dict[str, float]:
         engines = [
             LocalEngine(
                 i, FastBackend(LAG_SLOTS), clock, log, receive=channel.receive, version=0, params=0,
-                kv_policy='recompute', decode_steps=16,
+                rollout=RolloutSection(decode_steps=16),
             )
             for i in range(2)
         ]  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from areal_jax.app.roles.serve import load_directory
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -116,7 +117,7 @@ def serve_and_update(
     engine = LocalEngine(
         0, backend, clock, log,
         receive=functools.partial(load_directory, decoder=decoder, place=jax.local_devices()[0], dtype='float32'),
-        version=0, params=weights, kv_policy='recompute', decode_steps=arguments['engine']['decode_steps'],
+        version=0, params=weights, rollout=RolloutSection(decode_steps=arguments['engine']['decode_steps']),
     )  # fmt: skip
     service = GenerationService(engine, clock, supervisor)
     listener = bind('127.0.0.1', 0)

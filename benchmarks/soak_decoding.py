@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -72,7 +73,7 @@ class Decoding:
         supervisor = Supervisor(clock)
         engine = LocalEngine(
             0, self._backend, clock, log, receive=lambda published: weights, version=0, params=weights,
-            kv_policy='recompute', decode_steps=4,
+            rollout=RolloutSection(decode_steps=4),
         )  # fmt: skip
 
         async def answer(request: GenerationRequest) -> list[np.ndarray]:

@@ -1364,7 +1364,7 @@ MUTATIONS = [
     Mutation(
         'train with a cut softmax unasked',
         'areal_jax.learning.learner:SpmdLearner.update',
-        "if settings.truncated_sampling == 'refuse':",
+        "if settings.loss.truncated_sampling == 'refuse':",
         'if False:',
         'tests/learning/objective/test_counting.py',
     ),

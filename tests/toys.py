@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_jax.columns import SAMPLING_LOGPROBS
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.buffer import GroupFilter, equal_rewards
 from areal_jax.control.clocks.loop import Lane, LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
@@ -356,7 +357,8 @@ class ToyRun:
         self.engines = [
             LocalEngine(
                 i, backend, self.clock, self.engine_log(), receive=lambda published: self.receive(published),
-                version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
+                version=published.version, params=published.handle,
+                rollout=RolloutSection(kv_policy=kv_policy, decode_steps=decode_steps),
                 evaluation=self.pinned_backends[i], every_dispatches=every_dispatches,
                 hardware=hardware[i] if hardware else '',
             )

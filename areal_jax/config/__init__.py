@@ -15,13 +15,34 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
-from areal_jax.config.fields import ChoiceOrOwn, ConfigError, ConfigSection, Path, Value, read_section, require_local
+from areal_jax.config.fields import (
+    ChoiceOrOwn,
+    ConfigError,
+    ConfigSection,
+    Path,
+    Purpose,
+    Value,
+    is_used,
+    read_section,
+    require_local,
+)
+from areal_jax.config.generation import RolloutSection
+from areal_jax.config.loss import CriticSection, LossSection
 from areal_jax.config.near_names import require_declared
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
 DATACLASSES: Mapping[str, type[ConfigSection]] = {
-    kind.section: kind for kind in (StalenessSection, LearnerSection, OptimizerSection, DiagnosticsSection)
+    kind.section: kind
+    for kind in (
+        RolloutSection,
+        StalenessSection,
+        LearnerSection,
+        LossSection,
+        CriticSection,
+        OptimizerSection,
+        DiagnosticsSection,
+    )
 }
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
 
@@ -82,35 +103,33 @@ class TrackedConfig:
     """A read-only view of a resolved config that knows which fields are used.
 
     A run that trains uses the fields of DATACLASSES whose declarations say so (`used_if`), and of the other sections
-    the fields that were read. What trains nothing uses of DATACLASSES what it notes (`note_used`).
+    the fields that were read. What trains nothing uses of DATACLASSES the fields that are for it (`also_for`), and
+    what it notes (`note_used`).
 
     Args:
       overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
-      trains: whether it is a run that trains.
     """
 
-    def __init__(self, config: config_dict.ConfigDict, overrides: Collection[str] = (), *, trains: bool = True):
-        self._config, self._trains = config.copy_and_resolve_references(), trains
+    rollout: RolloutSection
+    staleness: StalenessSection
+    learner: LearnerSection
+    loss: LossSection
+    critic: CriticSection
+    optimizer: OptimizerSection
+    diagnostics: DiagnosticsSection
+
+    def __init__(
+        self, config: config_dict.ConfigDict, overrides: Collection[str] = (), *, purpose: Purpose = Purpose.TRAINING
+    ):
+        self._config, self._purpose = config.copy_and_resolve_references(), purpose
         self._overrides = frozenset(overrides)
         self._read: set[str] = set()
+        self._idle: set[str] = set()
 
-    @property
-    def staleness(self) -> StalenessSection:
-        return read_section(StalenessSection, self._config)
-
-    @property
-    def learner(self) -> LearnerSection:
-        return read_section(LearnerSection, self._config)
-
-    @property
-    def optimizer(self) -> OptimizerSection:
-        return read_section(OptimizerSection, self._config)
-
-    @property
-    def diagnostics(self) -> DiagnosticsSection:
-        return read_section(DiagnosticsSection, self._config)
-
-    def __getattr__(self, section: str) -> _TrackedSection:
+    def __getattr__(self, section: str) -> Any:
+        if kind := DATACLASSES.get(section):
+            self.__dict__[section] = found = read_section(kind, self._config, self._purpose)
+            return found
         return _TrackedSection(self._config[section], section, self._read)
 
     def as_dict(self) -> dict[str, dict[str, Value]]:
@@ -119,8 +138,11 @@ class TrackedConfig:
 
     def note_used(self, paths: Iterable[str]) -> None:
         """Fields, and all fields of whole sections, that other processes of the run read."""
-        for path in paths:
-            self._read.update([path] if '.' in path else (f'{path}.{field}' for field in SECTIONS[path]))
+        self._read.update(_list_paths(paths))
+
+    def note_idle(self, paths: Iterable[str]) -> None:
+        """Takes fields, and whole sections, that code of the user's own might have used, and does not."""
+        self._idle.update(_list_paths(paths))
 
     def unread(self) -> list[tuple[str, Value]]:
         """Fields whose value differs from the default and that nothing has read."""
@@ -132,8 +154,12 @@ class TrackedConfig:
 
     def _is_read(self, path: str) -> bool:
         """Whether the field is used: declared so, or read, or an option of a free section that was read."""
-        if self._trains and path.partition('.')[0] in DATACLASSES:
-            return FIELDS[path].used_if(self._config)
+        section, name = path.split('.')[:2]
+        if kind := DATACLASSES.get(section):
+            if self._purpose is Purpose.TRAINING:
+                return path not in self._idle and is_used(kind, name, self._config)
+            if self._purpose in FIELDS[f'{section}.{name}'].also_for:
+                return True
         return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:
@@ -151,6 +177,12 @@ class TrackedConfig:
                 f'set but never read: {fields}. This run does not use '
                 f'{"it" if len(unread) == 1 else "them"}: remove the setting or the one that makes it unused.'
             )
+
+
+def _list_paths(paths: Iterable[str]) -> Iterator[str]:
+    """Yields the fields, and those of each section that is named whole."""
+    for path in paths:
+        yield from [path] if '.' in path else (f'{path}.{field}' for field in SECTIONS[path])
 
 
 class _TrackedSection:

@@ -20,13 +20,21 @@ from areal_jax.config.agent_fields import (
 )
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import (
-    find_critic_problems,
     find_evaluation_problem,
     find_friction_problems,
     find_model_problems,
     find_simulation_problems,
 )
-from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
+from areal_jax.config.generation import (
+    cuts_softmax,
+    find_engine_problems,
+    find_quantization_problems,
+    find_route_problems,
+    find_server_problems,
+    find_sparing_problems,
+)
+from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.loss import find_critic_problems
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems, find_reference_problems
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import find_reallocation_problems
@@ -94,9 +102,6 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             yield f'publication.delta=True with {path}={value!r}: {why}, or publication.delta=False'
 
 
-MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
-
-
 def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence for each rule that `c` breaks: the fields, their values and the fix."""
     if not find_objective(c.loss.objective).generates:
@@ -110,11 +115,11 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _capacity_problems(c)
         yield from find_room_problems(c)
         yield from _evaluation_problems(c)
-        yield from _server_problems(c)
-        yield from _sparing_problems(c)
+        yield from find_server_problems(c)
+        yield from find_sparing_problems(c)
         yield from find_record_problems(c)
-        yield from _quantization_problems(c)
-        yield from _route_problems(c)
+        yield from find_quantization_problems(c)
+        yield from find_route_problems(c)
         yield from find_balance_problems(c)
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
@@ -140,8 +145,8 @@ def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     parse_engines(c.cluster.engines)
     yield from find_evaluation_problem(c)
     yield from find_agent_problems(c)
-    yield from _engine_problems(c)
-    yield from _quantization_problems(c)
+    yield from find_engine_problems(c)
+    yield from find_quantization_problems(c)
     yield from find_task_problems(c)
     if not c.evaluation.problems:
         yield 'evaluation.problems=0 leaves nothing to evaluate; set the number of problems'
@@ -183,121 +188,9 @@ def _evaluation_engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
 
 
-def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What engines in other processes cannot do."""
-    rollout, setting = c.rollout, f'rollout.server={c.rollout.server!r}'
-    kind = find_server(rollout.server)
-    if rollout.urls and not kind.takes_urls:
-        yield f"rollout.urls={tuple(rollout.urls)} with {setting} would not be used; use rollout.server='external'"
-    if kind.in_process:
-        return
-    if kind.takes_urls and not rollout.urls:
-        addresses = ' or '.join(f"'{client.name}+http://host:port'" for client in kind.clients)
-        yield f'{setting} needs rollout.urls: {addresses} of each server'
-    if c.run.clock == 'virtual' and not c.simulation.prices:
-        yield (
-            f"run.clock='virtual' with {setting}: servers answer in real time; use run.clock='real', or "
-            "rollout.server='in_process'"
-        )
-    if not find_channel(c.publication.channel).reaches_processes:
-        yield (
-            f'publication.channel={c.publication.channel!r} with {setting}: it reaches engines in the process of the '
-            "trainer only, and servers load weights from disk; use publication.channel='files'"
-        )
-    without = "or rollout.server='in_process'"
-    if c.evaluation.every and not c.evaluation.engines:
-        yield (
-            f'evaluation.every={c.evaluation.every} with {setting}: servers do not keep the weights of an earlier '
-            'version beside those of training; set one of cluster.engines aside with evaluation.engines=1 (runs in '
-            f'roles), or use evaluation.every=0, {without}'
-        )
-    if c.staleness.schedule != 'natural':
-        yield (
-            f'staleness.schedule={c.staleness.schedule!r} with {setting}: servers do not go back to an earlier version '
-            f"of the weights; use staleness.schedule='natural', {without}"
-        )
-    if rollout.kv_policy != 'recompute' and not kind.keeps_kv:
-        yield (
-            f'rollout.kv_policy={rollout.kv_policy!r} with {setting}: these servers are paused to load weights, which '
-            "ends answers and their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
-        )
-    if (rollout.top_k > 0 or rollout.top_p < 1) and not kind.gives_sampling_logprobs:
-        yield (
-            f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
-            "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
-        )
-    groups = parse_engines(c.cluster.engines).groups
-    if any(group.expert > 1 for group in groups) and not kind.cuts_experts:
-        uncut = ' + '.join(f'{group.count} x tensor={group.devices_each}' for group in groups)
-        yield (
-            f'cluster.engines={c.cluster.engines!r} with {setting}: these servers are not asked to cut experts; use '
-            f"'{uncut}', or rollout.server='own'"
-        )
-
-
-def _sparing_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What does not go with leaving out a class of engines at a publication."""
-    if c.rollout.slow_engines != 'spare':
-        return
-    server, schedule, reallocate = c.rollout.server, c.staleness.schedule, c.cluster.reallocate
-    for path, value, fits, why in (
-        ('rollout.server', server, find_server(server).in_process, 'servers are weighed by their speed'),
-        ('staleness.schedule', schedule, schedule == 'natural', 'in lock-step a publication loads no weights'),
-        ('cluster.reallocate', reallocate, reallocate == 'off', 'the engines that come and go are of one class'),
-    ):
-        if not fits:
-            yield f"rollout.slow_engines='spare' with {path}={value!r}: {why}; use rollout.slow_engines='use'"
-
-
-def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What engines with weights in 8 bits do not take; the fix is always to leave them as published."""
-    if c.rollout.weights != 'int8':
-        return
-    server = c.rollout.server
-    for path, value, fix, fits, why in (
-        (
-            *('rollout.server', server, IN_PROCESS.name, find_server(server).in_process),
-            'servers decode with the weights that they load',
-        ),
-        (
-            *('publication.dtype', c.publication.dtype, 'float32', c.publication.dtype == 'float32'),
-            'float32 is what is quantized',
-        ),
-        ('lora.rank', c.lora.rank, 0, not c.lora.rank, 'adapters are not quantized'),
-    ):
-        if not fits:
-            yield (
-                f"rollout.weights='int8' with {path}={value!r}: {why}; use {path}={fix!r}, or "
-                "rollout.weights='published'"
-            )
-
-
-def _route_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Routing replay without anything to replay."""
-    rollout, kind = c.rollout, find_server(c.rollout.server)
-    if c.learner.routes == 'replay' and not rollout.record_routes:
-        yield (
-            "learner.routes='replay' follows the experts that engines recorded, and rollout.record_routes=False: set "
-            "it to True, or use learner.routes='live'"
-        )
-    if not rollout.record_routes:
-        return
-    if c.model.source == 'random' and not c.model.experts:
-        yield (
-            'rollout.record_routes=True needs a model with experts, and model.experts=0: name a family with experts '
-            '(docs/moe.md), or set rollout.record_routes=False'
-        )
-    if not kind.gives_routes:
-        able = ' or '.join(repr(other.name) for other in SERVERS.values() if other.gives_routes)
-        yield (
-            f'rollout.record_routes=True with rollout.server={rollout.server!r}: these servers do not tell which '
-            f'experts a token has reached; use {able}, or rollout.record_routes=False'
-        )
-
-
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Answers that give an unintended, biased signal."""
-    if (c.rollout.top_k > 0 or c.rollout.top_p < 1) and c.loss.truncated_sampling == 'refuse':
+    if cuts_softmax(c) and c.loss.truncated_sampling == 'refuse':
         yield (
             f'rollout.top_k={c.rollout.top_k} and rollout.top_p={c.rollout.top_p} draw from a part of the softmax, but '
             "the learner's log-probs are those of all of it: set rollout.top_k=0 and rollout.top_p=1, or accept a bias "
@@ -313,39 +206,7 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'buffer.capacity={c.buffer.capacity} can never hold learner.groups_per_update='
             f'{learner.groups_per_update} groups; raise the capacity'
         )
-    yield from _engine_problems(c)
-
-
-def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What an engine must hold: a prompt beside an answer, and one sequence in its cache."""
-    rollout = c.rollout
-    if rollout.max_new_tokens >= rollout.context_tokens:
-        yield (
-            f'rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
-            f'{rollout.context_tokens}; raise the context'
-        )
-    if not rollout.prefill_buckets:
-        yield (
-            'rollout.prefill_buckets=() leaves no program to prefill prompts of up to rollout.context_tokens='
-            f'{rollout.context_tokens} tokens; name at least one number of tokens'
-        )
-    if len(rollout.prefill_buckets) > MOST_PREFILL_BUCKETS:
-        yield (
-            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} has {len(rollout.prefill_buckets)} sizes, each '
-            f'of which is one or two programs to compile; name at most {MOST_PREFILL_BUCKETS}'
-        )
-    if rollout.block_tokens > rollout.context_tokens:
-        yield (
-            f'rollout.block_tokens={rollout.block_tokens} exceeds rollout.context_tokens={rollout.context_tokens}, so '
-            f'that no block could be filled; lower it to {rollout.context_tokens} or less'
-        )
-    needed = -(-rollout.context_tokens // rollout.block_tokens) * rollout.block_tokens
-    if 0 < rollout.cache_tokens < needed:
-        yield (
-            f'rollout.cache_tokens={rollout.cache_tokens} holds no sequence of rollout.context_tokens='
-            f'{rollout.context_tokens} in blocks of rollout.block_tokens={rollout.block_tokens}; raise it to {needed} '
-            'or more, or set 0'
-        )
+    yield from find_engine_problems(c)
 
 
 def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Every field of the config, declared once: default, allowed values, meaning. docs/config.md is made from this table.
 
-    rollout.slots  ->  slots=Integer(8, COUNT, 'answers that one engine decodes at once')
+    buffer.capacity  ->  capacity=Integer(64, COUNT, 'groups; a full buffer closes admission and never drops')
 
 A number has a default and a range, a Choice a default and all names that it may be. An Integer or Real with the default
 None may also be None. __init__.py builds and validates configs from the table, constraints.py holds the rules that join
@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import config_dict
 
-from areal_jax.config.agent_fields import AGENT_FIELDS, AUTO, HERMES, LEVELS, PACKAGES, PROGRAM
+from areal_jax.config.agent_fields import AGENT_FIELDS, AUTO, HERMES, LEVELS, PACKAGES
 from areal_jax.config.cluster import ONE_DEVICE, parse_engines
 from areal_jax.config.fields import (
     COUNT,
     COUNT_OR_OFF,
     DTYPES,
-    LEASE,
     MEBIBYTES,
     NOT_NEGATIVE,
     POSITIVE,
@@ -47,59 +46,11 @@ from areal_jax.config.fields import (
     Value,
     declare_section,
 )
-from areal_jax.config.kinds import CHANNELS, IN_PROCESS, SERVERS, describe_addresses, describe_channels, find_server
-from areal_jax.config.objectives import OBJECTIVES, find_objective, trains_critic
-from areal_jax.config.policy_choices import CHOICE_FIELDS
+from areal_jax.config.generation import RolloutSection, cuts_softmax
+from areal_jax.config.kinds import CHANNELS, IN_PROCESS, describe_channels, find_server
+from areal_jax.config.loss import CriticSection, LossSection
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
-
-LOSS_FIELDS: Mapping[str, Field] = {
-    'objective': ChoiceOrOwn(
-        'decoupled_ppo', tuple(OBJECTIVES), 'a method, docs/objectives.md; sft, dpo and reward_model have no engines'
-    ),
-    'options': Options('FILE.py:FUNCTION: its parameters by name, any keys'),
-    **CHOICE_FIELDS,
-    'denominator': Choice(
-        'kept', ('kept', 'all'), 'kept: the fewer groups filter_equal_rewards keeps, the more each weighs'
-    ),
-    'truncated_sampling': Choice(
-        'refuse', ('refuse', 'full_softmax'), 'top_k, top_p: biased by the mass kept, a metric'
-    ),
-    'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
-    'divergence': Choice(
-        'sampled',
-        ('sampled', 'reverse', 'forward'),
-        'distillation: reverse KL on sampled tokens; or reverse or forward KL over the whole vocabulary',
-    ),
-    'teacher': Path('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
-    'reference': Path('', "a Hugging Face directory; '' = the weights at the start"),
-}  # fmt: skip
-
-
-# The fields of the section `critic`, and what they do not go with. docs/critic.md is their page.
-
-
-TRUNK_CRITIC, COPIED_CRITIC = 'trunk', 'copy'  # of critic.model; else a directory
-
-CRITIC_FIELDS: Mapping[str, Field] = {
-    'model': Path(
-        TRUNK_CRITIC,
-        "trunk: a value head on the policy; copy: a model of its own, first the policy's; or a HF directory",
-    ),
-    'learning_rate': Real(
-        1e-4, POSITIVE, 'of its own optimizer, which has the other settings of the section optimizer'
-    ),
-    'trunk_gradient': Real(0.1, SHARE, "trunk: weight of the value loss for the policy's weights; 0 = the head alone"),
-}
-
-
-def find_critic_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A sentence for each rule that an objective with a critic breaks."""
-    if trains_critic(c.loss) and c.optimizer.blocks > 1:
-        yield (
-            f'loss.objective={c.loss.objective!r} with optimizer.blocks={c.optimizer.blocks}: a critic is trained in '
-            'every update, and an update of a block trains the leaves of that block; use optimizer.blocks=1'
-        )
-
 
 # The section `model` of the config, and the rules of its fields.
 
@@ -225,7 +176,7 @@ def find_friction_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     if not friction.actor_share:
         return
     setting = f'friction.actor={friction.actor!r} with friction.actor_share={friction.actor_share}'
-    if rollout.top_k > 0 or rollout.top_p < 1:
+    if cuts_softmax(c):
         yield (
             f'{setting} and rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}: frictions of the actor are '
             'defined on log-probs of the whole softmax; set rollout.top_k=0 and rollout.top_p=1, or '
@@ -425,55 +376,7 @@ SECTIONS: Mapping[str, Section] = {
         filter_high=Real(0.95, SHARE, 'success_rate: largest share of them'),
         max_filtered_groups=Integer(256, COUNT, 'groups in a row that the filter drops before the run ends'),
     ),
-    'rollout': Section(
-        'Generation',
-        slots=Integer(8, COUNT, 'answers that one engine decodes at once'),
-        decode_steps=Integer(4, COUNT, 'tokens per slot in one dispatch; an interruption waits for one dispatch'),
-        context_tokens=Integer(64, COUNT, 'most tokens of a sequence, prompt and answer'),
-        block_tokens=Integer(64, COUNT, 'positions in a block of the KV cache; a group shares those of its prompt'),
-        cache_tokens=Integer(0, COUNT_OR_OFF, 'positions of the KV cache of an engine; 0 = slots * context_tokens'),
-        prefill_buckets=Lengths((64, 256), 'tokens of a packed prefill, padding included; longer prompts go in pieces'),
-        attention=Choice(
-            'auto',
-            ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
-            "over the KV cache; 'auto': by platform",
-        ),
-        weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
-        record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
-        slow_versions=Integer(
-            0,
-            COUNT_OR_OFF,
-            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
-        ),
-        slow_engines=Choice(
-            'use',
-            ('use', 'spare'),
-            'engines of unequal hardware: spare = a slow class gets no requests while the others have room for all',
-        ),
-        kv_policy=Choice(
-            'recompute',
-            ('recompute', 'keep', 'wait'),
-            'KV cache of unfinished answers when new weights arrive; wait: no interruption',
-        ),
-        server=ChoiceOrOwn(
-            'in_process', tuple(SERVERS), 'where answers come from: this process, or servers, see docs/serving.md'
-        ),
-        urls=Texts((), f'external: {describe_addresses()} of each server'),
-        max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
-        pause_lease_s=Real(90.0, LEASE, 'own, jetstream: a server that a lost run has paused serves after so long'),
-        max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
-        workflow=ChoiceOrOwn(
-            'single_turn', ('single_turn', PROGRAM), 'how a prompt becomes an answer: docs/your_task.md, docs/agents.md'
-        ),
-        episode_deadline_s=Real(0.0, NOT_NEGATIVE, 'of an agent: then its episode has no reward; 0 = none'),
-        group_size=Integer(8, COUNT, 'answers per prompt'),
-        max_running_groups=Integer(0, COUNT_OR_OFF, 'groups admitted and unfinished; 0: as many as fill the slots'),
-        max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),
-        ignore_eos=Flag(False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens'),
-        temperature=Real(1.0, POSITIVE, 'of sampling, and part of the policy in all log-probs'),
-        top_k=Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling'),
-        top_p=Real(1.0, SHARE_ABOVE_ZERO, '1 = off; training with a cut needs loss.truncated_sampling'),
-    ),
+    'rollout': declare_section(RolloutSection),
     'agent': Section('Programs that talk to the policy over several turns, see docs/agents.md', **AGENT_FIELDS),
     'staleness': declare_section(StalenessSection),
     'buffer': Section(
@@ -487,10 +390,10 @@ SECTIONS: Mapping[str, Section] = {
         alpha=Real(16.0, POSITIVE, 'adapters are multiplied by alpha / rank'),
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
-    'loss': Section('What an update optimizes', **LOSS_FIELDS),
+    'loss': declare_section(LossSection),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': declare_section(OptimizerSection),
-    'critic': Section("Values of loss.advantage='gae', or of a reward model, see docs/critic.md", **CRITIC_FIELDS),
+    'critic': declare_section(CriticSection),
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text(

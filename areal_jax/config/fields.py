@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -81,12 +82,23 @@ def always(config: Config) -> bool:
     return True
 
 
+class Purpose(enum.Enum):
+    """What a config is read for."""
+
+    TRAINING = enum.auto()
+    EVALUATION = enum.auto()
+    SERVING = enum.auto()
+    SCORING = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
     """When a field is used, and by which names people know it."""
 
-    # whether a run of this config uses the field; the part that gets the section gets the default where it does not
+    # whether a run that trains with this config uses the field; the part that gets the section gets the default where
+    # it does not
     used_if: Callable[[Config], bool] = always
+    also_for: tuple[Purpose, ...] = ()  # what trains nothing, and uses the field as well
     other_names: str = ''  # in other RL libraries, with spaces between
 
 
@@ -354,6 +366,7 @@ class ConfigSection:
 
     section: ClassVar[str]  # its name in the config
     title: ClassVar[str]  # in docs/config.md
+    used_if: ClassVar[Callable[[Config], bool]] = always  # of all fields, beside the condition that each may have
 
     def __post_init__(self) -> None:
         for name, field in list_fields(type(self)).items():
@@ -368,16 +381,21 @@ def declare_section(kind: type[ConfigSection]) -> Section:
 SectionKind = TypeVar('SectionKind', bound=ConfigSection)
 
 
-def list_fields(kind: type[ConfigSection]) -> Mapping[str, Field]:
-    """The declarations of a section, by name."""
-    return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind)}
+def list_fields(kind: type[Any]) -> Mapping[str, Field]:
+    """Returns the declarations of a section, or of another dataclass with fields of `declare`, by name."""
+    return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind) if field.metadata}
 
 
-def read_section(kind: type[SectionKind], config: Config) -> SectionKind:
-    """The section of a config; a field that the config does not use has its default."""
+def is_used(kind: type[ConfigSection], name: str, config: Config) -> bool:
+    """Tells whether a run that trains with this config uses the field."""
+    return kind.used_if(config) and list_fields(kind)[name].used_if(config)
+
+
+def read_section(kind: type[SectionKind], config: Config, purpose: Purpose) -> SectionKind:
+    """Returns the section of a config; a field that a run that trains does not use has its default."""
     values, used = getattr(config, kind.section), {}
-    for name, field in list_fields(kind).items():
-        if field.used_if(config):
+    for name in list_fields(kind):
+        if purpose is not Purpose.TRAINING or is_used(kind, name, config):
             value = getattr(values, name)
             used[name] = tuple(value) if isinstance(value, list) else value  # of a config that was written as JSON
     return kind(**used)

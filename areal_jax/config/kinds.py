@@ -50,7 +50,8 @@ class ServerKind:
     launch: Launch | None = None  # None: no launcher of this project starts them
     takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
     reads_deltas: bool = False  # a server, or the receiver beside it, takes what changed (publication.delta)
-    keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
+    has_own_engines: bool = False  # of this project: they use what the section rollout says of decoding
+    keeps_kv: bool = False  # under new weights, of unfinished answers
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     gives_routes: bool = False  # which experts each token has reached (rollout.record_routes)
     cuts_experts: bool = False  # over devices, as expert=K of cluster.engines asks
@@ -58,7 +59,7 @@ class ServerKind:
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
     modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
     reads_records: bool = False  # loads versions that a channel sends as records, and not only directories of files
-    reads: tuple[str, ...] = ()  # fields, or whole sections, of the config of the run that its servers use
+    reads: tuple[str, ...] = ()  # fields, or whole sections, that its servers use, of sections without a dataclass
 
     @property
     def in_process(self) -> bool:
@@ -92,14 +93,14 @@ JETSTREAM_CLIENT = ClientKind('jetstream', 'areal_jax.rollout.jetstream.client:c
 SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:connect')
 
 _READ_BY_SERVERS = (
-    *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
-    *('rollout.prefill_buckets', 'rollout.attention', 'rollout.record_routes', 'server', 'cluster.engines'),
+    *('server', 'cluster.engines'),
     *('publication.channel', 'publication.reader_deadline_s', 'publication.record_deadline_s'),
 )  # of this project
 IN_PROCESS = ServerKind(
     'in_process',
     reads_deltas=True,
     reads_records=True,
+    has_own_engines=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
     gives_routes=True,
@@ -116,6 +117,7 @@ OWN = ServerKind(
         registers_at_start=True,
     ),
     reads_deltas=True,
+    has_own_engines=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
     gives_routes=True,
@@ -139,6 +141,7 @@ JETSTREAM = ServerKind(
     ),
     reads_deltas=True,
     reads_records=True,
+    has_own_engines=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
     cuts_experts=True,

@@ -14,7 +14,6 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.config.declarations import FIELDS, SECTIONS
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.policy_choices import OTHER_NAMES as OF_CHOICES
 from areal_jax.errors import ask_whether, find_near, suggest
 
 # TRL, verl, OpenRLHF and AReaL, and how people abbreviate
@@ -39,31 +38,11 @@ OTHER_NAMES: Mapping[str, str] = {
     'task.verifier_workers': 'reward_workers num_verifiers reward_num_workers',
     'task.verifier_deadline_s': 'reward_timeout verifier_timeout',
     'task.filter': 'dynamic_sampling filter_groups dynamic_filtering',
-    'rollout.slots': 'max_num_seqs max_concurrent_rollouts max_concurrency concurrency max_running_requests num_slots '
-    'decode_batch_size',
-    'rollout.context_tokens': 'max_model_len max_seq_len max_seq_length max_length max_len context_length seq_len',
-    'rollout.cache_tokens': 'kv_cache_size gpu_memory_utilization mem_fraction_static cache_size',
-    'rollout.block_tokens': 'block_size page_size',
-    'rollout.server': 'backend rollout_backend inference_backend rollout_engine use_vllm',
-    'rollout.urls': 'server_url server_urls endpoint endpoints vllm_server_base_url addresses',
-    'rollout.workflow': 'agent_loop multi_turn rollout_fn agent_func_path',
-    'rollout.group_size': 'n n_samples num_samples n_samples_per_prompt num_generations samples_per_prompt group '
-    'num_return_sequences generations rollout_n n_rollouts num_rollouts answers_per_prompt responses_per_prompt',
-    'rollout.max_running_groups': 'max_running_prompts max_inflight_prompts max_head_offpolicyness_groups',
-    'rollout.max_new_tokens': 'max_completion_length response_length max_response_length generate_max_len '
-    'max_tokens max_gen_len max_generation_length max_answer_tokens max_response_len',
-    'rollout.temperature': 'temp sampling_temperature',
-    'rollout.top_p': 'nucleus',
     'buffer.capacity': 'buffer_size replay_buffer_size queue_size',
     'lora.rank': 'lora_rank lora_r r use_lora use_peft',
     'lora.alpha': 'lora_alpha',
     'lora.targets': 'target_modules lora_target_modules lora_targets',
-    'loss.objective': 'algorithm loss_type loss_fn adv_mode',
-    **{f'loss.{field}': names for field, names in OF_CHOICES.items()},
-    'loss.reference': 'ref_model reference_model ref_path ref_model_path ref',
     **{path: field.other_names for path, field in FIELDS.items() if field.other_names},
-    'critic.learning_rate': 'critic_lr critic_learning_rate value_lr',
-    'critic.model': 'critic_path critic_pretrain critic_model_path value_model',
     'cluster.learner': 'fsdp fsdp_size num_nodes n_gpus_per_node actor_num_gpus_per_node allocation_mode world_size',
     'cluster.engines': 'tensor_parallel_size tensor_model_parallel_size vllm_num_engines num_engines tp tp_size '
     'vllm_tensor_parallel_size rollout_num_gpus n_engines',

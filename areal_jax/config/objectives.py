@@ -9,6 +9,7 @@ and a field that is set beside it changes one of them. `resolve` puts both toget
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES, PolicyChoices
 from areal_jax.plugins import is_own
 
-FIELD = 'loss.objective'
+FIELD, KL = 'loss.objective', 'loss.kl_coefficient'
 DEMONSTRATIONS, PAIRS = 'demonstrations', 'pairs'
 Choices: TypeAlias = Mapping[str, Any]  # fields of the section `loss`, by name
 
@@ -193,8 +194,13 @@ def is_policy(name: str) -> bool:
 def reads_reference(loss: Any) -> bool:
     """Whether an update reads log-probs of loss.reference, for the section `loss` of a config."""
     if is_policy(loss.objective):
-        return bool(resolve(loss)['kl_coefficient'])
+        return bool(find_kl(loss))
     return find_objective(loss.objective).reference
+
+
+def find_kl(loss: Any) -> float:
+    """Returns loss.kl_coefficient, or that of the method, for the section `loss` of a config."""
+    return resolve(loss)['kl_coefficient'] if is_policy(loss.objective) else 0.0
 
 
 def trains_critic(loss: Any) -> bool:
@@ -205,29 +211,21 @@ def trains_critic(loss: Any) -> bool:
 
 
 def build_choices(loss: Any, longest_answer: int, seed: int) -> PolicyChoices:
-    """Returns the combination of a policy objective from the section `loss` of a config.
+    """Returns the combination of a policy objective from the section `loss` as TrackedConfig has it.
 
     Args:
+      loss: the section, in which a field that is not used has its default.
       longest_answer: rollout.max_new_tokens.
       seed: of the run.
     """
     found = resolve(loss)
-    if found['kl_coefficient']:
-        found |= {'kl_estimator': loss.kl_estimator, 'kl_in': loss.kl_in}
     if found['aggregation'] == 'constant':
         found['length_constant'] = loss.length_constant or longest_answer
     if found['overlong_tokens']:
-        found |= {'overlong_penalty': loss.overlong_penalty, 'longest_answer': longest_answer}
+        found['longest_answer'] = longest_answer
     if found.get('delight_gate') == 'bernoulli':
         found['seed'] = seed
-    choices = PolicyChoices(
-        **found,
-        reward_bias=loss.reward_bias,
-        reward_scale=loss.reward_scale,
-        reward_clip=loss.reward_clip,
-        truncated_answers=loss.truncated_answers,
-    )
-    return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
+    return PolicyChoices(**{name: getattr(loss, name) for name in SET_ALONE} | found)
 
 
 def resolve(loss: Any) -> dict[str, Any]:
@@ -242,6 +240,32 @@ def resolve(loss: Any) -> dict[str, Any]:
         return kind.choices.get(name, BASE[name]) if value is None or value == '' else value
 
     return select_used(pick)
+
+
+# fields that no method chooses: those that every combination reads, and those that go with a number above 0
+_ALWAYS = ('truncated_answers', 'reward_bias', 'reward_scale', 'reward_clip')
+_SET_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {
+    'kl_coefficient': ('kl_estimator', 'kl_in'), 'overlong_tokens': ('overlong_penalty',),
+}  # fmt: skip
+SET_ALONE = (*_ALWAYS, 'proximal', *itertools.chain.from_iterable(_SET_ABOVE_ZERO.values()))
+
+
+def list_set(loss: Any) -> frozenset[str]:
+    """Returns the fields of PolicyChoices that the objective reads, for the section `loss` of a config."""
+    kind = find_objective(loss.objective)
+    if is_policy(kind.name):
+        found = resolve(loss)
+        beside = [name for number, names in _SET_ABOVE_ZERO.items() if found[number] for name in names]
+        proximal = ['proximal'] if PolicyChoices(**found).uses_proximal else []
+        return frozenset((*found, *_ALWAYS, *beside, *proximal, *_list_lengths(found['aggregation'])))
+    if is_own(kind.name) or kind.given == PAIRS:
+        return frozenset()
+    sums = ('aggregation', *(_list_lengths(loss.aggregation) if kind.teacher else ()))
+    return frozenset((*sums, 'behavior_weight_cap') if kind.teacher and loss.divergence == 'sampled' else sums)
+
+
+def _list_lengths(aggregation: str) -> tuple[str, ...]:
+    return ('length_constant',) if aggregation == 'constant' else ()
 
 
 def select_used(pick: Callable[[str], Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The choices of a policy objective: one value an axis (docs/objectives.md). objectives.py has the methods.
 
-Each is declared here once: its default in the loss, the field of the section `loss` that sets it, and what other
-libraries call that field. A surrogate or an advantage is an entry of SURROGATES or ADVANTAGES with its numbers, and a
-function of learning/objective/surrogates.py or advantages.py.
+Each is declared here once: its default in the loss, the field of the section `loss` that sets it (loss.py), and what
+other libraries call that field. A surrogate or an advantage is an entry of SURROGATES or ADVANTAGES with its numbers,
+and a function of learning/objective/surrogates.py or advantages.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from areal_jax.config.fields import (
     Integer,
     Range,
     Real,
+    declare,
+    list_fields,
 )
 
 OF_METHOD = ''  # a choice that loss.objective makes
-_DECLARED, _OTHER_NAMES = 'declared', 'other names'  # keys of metadata
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,19 +79,14 @@ ADVANTAGES: Mapping[str, AdvantageKind] = {
 }
 
 
-def _setting(default: Any, declared: Field, other_names: str = '') -> Any:
-    """A choice that a field of the section `loss` sets; `other_names`: of other RL libraries, with spaces between."""
-    return dataclasses.field(default=default, metadata={_DECLARED: declared, _OTHER_NAMES: other_names})
-
-
 def _axis(default: str, names: tuple[str, ...], meaning: str, other_names: str = '') -> Any:
-    """One of several names, the method's where none is set."""
-    return _setting(default, Choice(OF_METHOD, (OF_METHOD, *names), meaning), other_names)
+    """Declares one of several names, the method's where none is set."""
+    return declare(Choice(OF_METHOD, (OF_METHOD, *names), meaning, other_names=other_names), default=default)
 
 
 def _number(default: float | None, allowed: Range, meaning: str, other_names: str = '') -> Any:
-    """A number, the method's where none is set."""
-    return _setting(default, Real(None, allowed, meaning), other_names)
+    """Declares a number, the method's where none is set."""
+    return declare(Real(None, allowed, meaning, other_names=other_names), default=default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +105,13 @@ class PolicyChoices:
     ratio_denominator: str = _axis(
         'proximal', ('proximal', 'behavior'), 'π_θ / this', 'use_rollout_logprobs use_vllm_logprobs cispo_anchor'
     )
-    proximal: str = _setting(
-        'recompute',
-        Choice('recompute', ('recompute', 'loglinear', 'behavior'), 'loglinear: A-3PO; behavior: plain PPO'),
-        'use_decoupled_loss recompute_logprob decoupled bypass_mode',
+    proximal: str = declare(
+        Choice(
+            'recompute',
+            ('recompute', 'loglinear', 'behavior'),
+            'loglinear: A-3PO; behavior: plain PPO',
+            other_names='use_decoupled_loss recompute_logprob decoupled bypass_mode',
+        )
     )
     surrogate: str = _axis(
         'clip',
@@ -185,15 +184,15 @@ class PolicyChoices:
         'which tokens are trained; second_moment: M2PO, over the minibatch, needs a pass',
     )
     gate_threshold: float = _number(0.2, POSITIVE, 'probability_shift: of |π_θ - π|; second_moment: of the mean square')
-    advantage: str = _setting(
-        'group',
+    advantage: str = declare(
         ChoiceOrOwn(
             OF_METHOD,
             (OF_METHOD, *ADVANTAGES),
             'group: (r-mean)/std; group_mean: r-mean; reward: r; optimal_baseline: VCPO, gae: a critic; both need a '
             'pass',
+            other_names='adv_estimator advantage_estimator scale_rewards adv_norm',
         ),
-        'adv_estimator advantage_estimator scale_rewards adv_norm',
+        default='group',
     )
     deviation: str = _axis(
         'population', ('population', 'sample'), 'group: std + 1e-4, or with ddof 1 + 1e-6 as the papers have it'
@@ -223,23 +222,23 @@ class PolicyChoices:
         'what the loss is a mean over; constant: a sum over loss.length_constant tokens an answer',
         'loss_agg_mode loss_reduction',
     )
-    length_constant: int = _setting(
-        1, Integer(0, COUNT_OR_OFF, 'constant: tokens; 0 = rollout.max_new_tokens'), 'loss_scale_factor'
+    length_constant: int = declare(
+        Integer(0, COUNT_OR_OFF, 'constant: tokens; 0 = rollout.max_new_tokens', other_names='loss_scale_factor'),
+        default=1,
     )
-    truncated_answers: str = _setting(
-        'trained',
+    truncated_answers: str = declare(
         Choice(
             'trained',
             ('trained', 'masked'),
             'answers that ended at their limit; masked: train nothing, and do not count',
-        ),
-        'mask_truncated_completions overlong_filtering mask_no_eos_with_zero',
+            other_names='mask_truncated_completions overlong_filtering mask_no_eos_with_zero',
+        )
     )
-    reward_bias: float = _setting(
-        0.0, Real(0.0, NOT_NEGATIVE, 'is taken from each reward, before its scale'), 'reward_shift'
+    reward_bias: float = declare(
+        Real(0.0, NOT_NEGATIVE, 'is taken from each reward, before its scale', other_names='reward_shift')
     )
-    reward_scale: float = _setting(
-        1.0, Real(1.0, POSITIVE, 'multiplies each reward'), 'reward_scaling reward_multiplier'
+    reward_scale: float = declare(
+        Real(1.0, POSITIVE, 'multiplies each reward', other_names='reward_scaling reward_multiplier')
     )
     reward_clip: float | None = _number(
         None,
@@ -247,15 +246,22 @@ class PolicyChoices:
         'rewards lie between -this and this, after the scale; None = any',
         'reward_clip_range clip_reward cliprange_reward',
     )
-    overlong_tokens: int = _setting(
-        0,
-        Integer(None, COUNT_OR_OFF, 'penalty over the last so many of rollout.max_new_tokens; 0 = off'),
-        'overlong_buffer_len overlong_buffer soft_punish_cache overlong_len',
+    overlong_tokens: int = declare(
+        Integer(
+            None,
+            COUNT_OR_OFF,
+            'penalty over the last so many of rollout.max_new_tokens; 0 = off',
+            other_names='overlong_buffer_len overlong_buffer soft_punish_cache overlong_len',
+        ),
+        default=0,
     )
-    overlong_penalty: float = _setting(
-        1.0,
-        Real(1.0, POSITIVE, 'of an answer of rollout.max_new_tokens, before loss.reward_scale'),
-        'overlong_penalty_factor',
+    overlong_penalty: float = declare(
+        Real(
+            1.0,
+            POSITIVE,
+            'of an answer of rollout.max_new_tokens, before loss.reward_scale',
+            other_names='overlong_penalty_factor',
+        )
     )
     entropy_coefficient: float = _number(
         0.0,
@@ -272,15 +278,21 @@ class PolicyChoices:
         'above 0 keeps the policy near loss.reference',
         'kl beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_ctl kl_penalty kl_weight kl_beta use_kl_loss kl_ctrl',
     )
-    kl_estimator: str = _setting(
-        'k3',
-        Choice('k3', ('k1', 'k2', 'k3', 'unbiased'), 'of that divergence; unbiased: also on tokens of older weights'),
-        'kl_loss_type kl_type kl_penalty_type',
+    kl_estimator: str = declare(
+        Choice(
+            'k3',
+            ('k1', 'k2', 'k3', 'unbiased'),
+            'of that divergence; unbiased: also on tokens of older weights',
+            other_names='kl_loss_type kl_type kl_penalty_type',
+        )
     )
-    kl_in: str = _setting(
-        'loss',
-        Choice('loss', ('loss', 'reward'), 'where it counts; reward: that of the policy that drew the answers'),
-        'use_kl_in_reward kl_in_reward',
+    kl_in: str = declare(
+        Choice(
+            'loss',
+            ('loss', 'reward'),
+            'where it counts; reward: that of the policy that drew the answers',
+            other_names='use_kl_in_reward kl_in_reward',
+        )
     )
     longest_answer: int = 1  # tokens, of the overlong penalty
     seed: int = 0  # of drawn gates
@@ -293,8 +305,4 @@ class PolicyChoices:
         return self.ratio_denominator == 'proximal' or self.correction != 'none' or self.veto is not None
 
 
-_SETTINGS = [field for field in dataclasses.fields(PolicyChoices) if field.metadata]
-CHOICE_FIELDS: Mapping[str, Field] = {field.name: field.metadata[_DECLARED] for field in _SETTINGS}
-OTHER_NAMES: Mapping[str, str] = {  # of the fields that have any
-    field.name: field.metadata[_OTHER_NAMES] for field in _SETTINGS if field.metadata[_OTHER_NAMES]
-}
+CHOICE_FIELDS: Mapping[str, Field] = list_fields(PolicyChoices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from areal_jax.config.cluster import ONE_DEVICE, parse_learner
@@ -30,7 +30,7 @@ from areal_jax.config.fields import (
     Value,
     declare,
 )
-from areal_jax.config.objectives import find_objective, is_policy, resolve
+from areal_jax.config.objectives import KL, find_kl, find_objective, is_policy, resolve
 
 
 def generates(c: Config) -> bool:
@@ -44,34 +44,25 @@ class StalenessSection(ConfigSection):
 
     section: ClassVar[str] = 'staleness'
     title: ClassVar[str] = 'How old the trained data may be'
+    used_if: ClassVar[Callable[[Config], bool]] = generates
 
     eta: float = declare(
         Real(
             4.0,
             VERSIONS,
             'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded',
-            used_if=generates,
             other_names='max_staleness max_head_offpolicyness staleness_threshold staleness off_policyness max_lag lag '
             'max_off_policy_steps async_level',
         )
     )
     schedule: str = declare(
-        Path(
-            'natural',
-            "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'",
-            used_if=generates,
-        )
+        Path('natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'")
     )
     max_token_age: int | None = declare(
-        Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off', used_if=generates)
+        Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off')
     )
     over_age: str = declare(
-        Choice(
-            'off',
-            ('off', 'drop', 'mask'),
-            "beyond that bound: 'drop' the group or 'mask' the tokens",
-            used_if=generates,
-        )
+        Choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens")
     )
 
     @property
@@ -120,10 +111,7 @@ class LearnerSection(ConfigSection):
     )
     packing: str = declare(
         Choice(
-            'shared_prompt',
-            ('shared_prompt', 'ordinary'),
-            "'shared_prompt': a prompt once per row",
-            used_if=generates,
+            'shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row", used_if=generates
         )
     )
     fill: str = declare(
@@ -157,11 +145,7 @@ class LearnerSection(ConfigSection):
         Choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch")
     )
     filter_equal_rewards: bool = declare(
-        Flag(
-            True,
-            'do not train groups whose rewards are all equal; they still count as used',
-            used_if=generates,
-        )
+        Flag(True, 'do not train groups whose rewards are all equal; they still count as used', used_if=generates)
     )
     dtype: str = declare(
         Choice(
@@ -294,10 +278,7 @@ class OptimizerSection(ConfigSection):
     )
     moment_dtype: str = declare(
         Choice(
-            'float32',
-            ('float32', 'bfloat16'),
-            'adamw: of both moments',
-            used_if=lambda c: c.optimizer.name == 'adamw',
+            'float32', ('float32', 'bfloat16'), 'adamw: of both moments', used_if=lambda c: c.optimizer.name == 'adamw'
         )
     )
     b1: float = declare(
@@ -354,9 +335,7 @@ class OptimizerSection(ConfigSection):
     )
     brake: str = declare(
         Choice(
-            'none',
-            ('none', 'ess', 'lag', 'projection'),
-            'shortens steps on old data, see docs/staleness_methods.md',
+            'none', ('none', 'ess', 'lag', 'projection'), 'shortens steps on old data, see docs/staleness_methods.md'
         )
     )
     brake_base: float = declare(
@@ -547,7 +526,7 @@ def find_block_problems(c: Config) -> Iterator[str]:
             'a model beside the trained one is compared with all of its leaves',
         ),
         (
-            *('loss.kl_coefficient', find_kl(c), 0.0, not find_kl(c)),
+            *(KL, find_kl(c.loss), 0.0, not find_kl(c.loss)),
             'the reference model would need the frozen leaves as they were at the start',
         ),
         (
@@ -575,11 +554,6 @@ def _is_compared(objective: str) -> bool:
     """Whether every update reads a model beside the trained one."""
     kind = find_objective(objective)
     return kind.reference or kind.teacher
-
-
-def find_kl(c: Config) -> float:
-    """loss.kl_coefficient, or that of the method."""
-    return resolve(c.loss)['kl_coefficient'] if is_policy(c.loss.objective) else 0.0
 
 
 def list_unmoved(c: Config) -> tuple[tuple[str, Value, bool, str], ...]:

@@ -179,11 +179,11 @@ class SpmdLearner:
         """
         settings, objective = self._settings, self._settings.objective
         began_s = time.perf_counter()
-        if settings.truncated_sampling == 'refuse':
+        if settings.loss.truncated_sampling == 'refuse':
             require_full_softmax(groups)
         kept = self._price.kept(groups)
         read, scale = self._price.read(kept), 1.0
-        if settings.denominator == 'all':
+        if settings.loss.denominator == 'all':
             scale = denominator_scale(self._price.read(groups), read, objective.aggregation)
         oldest_age = settings.staleness.oldest_trained
         oldest = None if oldest_age is None else version - oldest_age

@@ -354,7 +354,7 @@ class Passes:
             else None,
             denominator=denominator,
             version=version,
-            temperature=self._settings.temperature,
+            temperature=settings.rollout.temperature,
             weights_are_proximal=first,
         )
         return place(scalars, replicated(self._mesh)) | self._beside

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.config.generation import RolloutSection
+from areal_jax.config.loss import CriticSection, LossSection
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, StalenessSection
 from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.objective import PROXIMAL, Objective
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticSettings:
-    """The settings of the critic, see trained_leaves.py."""
-
-    own_model: bool  # else a head on the policy's trunk
-    trunk_gradient: float  # of such a head: the weight of its loss in the gradient of the trunk, in [0, 1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +16,8 @@ class LearnerSettings:
     """All settings of an update except the weights, the mesh and the optimizer."""
 
     learner: LearnerSection
+    rollout: RolloutSection = dataclasses.field(compare=False)  # programs read neither this nor `loss`
+    loss: LossSection = dataclasses.field(compare=False)
     staleness: StalenessSection
     diagnostics: DiagnosticsSection
     max_microbatches: int  # 'scan' only: the largest number of micro-batches for which `warm_up` compiles
@@ -31,15 +27,11 @@ class LearnerSettings:
     # the weights on the host
     publishes_files: bool
     objective: Objective
-    temperature: float
-    denominator: str  # 'all': groups that filter_equal_rewards leaves out count too
-    truncated_sampling: str  # tokens drawn with top-k or top-p: 'refuse', or 'full_softmax' to train them anyway
     scores: bool  # `warm_up` compiles the programs of SpmdLearner.score
     seed: int  # of the run: part of the names of its answers
-    quantized: bool  # whether engines decode in 8 bits; if so, an update measures the difference that this makes
     brake: Brake
-    critic: CriticSettings | None  # if the objective trains values
-    records_routes: bool  # engines record which experts tokens have reached
+    critic: CriticSection | None  # if the objective trains values, see trained_leaves.py
+    records_routes: bool  # engines record which experts tokens have reached: rows of programs have them
 
     def __post_init__(self) -> None:
         if (self.critic is not None) != self.objective.trains_values:

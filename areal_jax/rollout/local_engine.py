@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, pinned_wake_name, publish_lane, wake_name
@@ -188,9 +189,8 @@ class LocalEngine:
       index: number of the engine; names it and its two lanes, `engine/K` to decode and `publish/K` to fetch weights.
       receive: fetches published weights (Channel.receive).
       version, params: the weights to begin with.
-      kv_policy: 'recompute' rebuilds the KV of unfinished answers under new weights (the paper), 'keep' keeps it, and
-        'wait' lets them end under the weights before.
-      decode_steps: tokens per slot in one dispatch.
+      rollout: its kv_policy 'recompute' rebuilds the KV of unfinished answers under new weights (the paper), 'keep'
+        keeps it, and 'wait' lets them end under the weights before.
       evaluation: the backend whose slots serve requests that are pinned to a version; None = no such requests.
       every_dispatches: see PinnedRequests.
       token_bytes: the text of tokens, for requests with stop strings; None = no such requests.
@@ -210,8 +210,7 @@ class LocalEngine:
         receive: Callable[[PublishedWeights], Weights],
         version: int,
         params: Weights,
-        kv_policy: KvPolicy,
-        decode_steps: int,
+        rollout: RolloutSection,
         evaluation: DecodeBackend | None = None,
         every_dispatches: int = 1,
         token_bytes: TokenBytes | None = None,
@@ -226,24 +225,25 @@ class LocalEngine:
             abort=True,
             pause_modes=('retract', 'in_place'),
             staging=True,
-            update=(kv_policy,),
+            update=(rollout.kv_policy,),
             pinned=evaluation is not None,
         )
         self._backend, self._clock, self._log = backend, clock, log
-        self._receive, self._kv_policy, self._hardware = receive, kv_policy, hardware
+        self._receive, self._kv_policy, self._hardware = receive, rollout.kv_policy, hardware
         self._weights = EngineWeights(version, backend.prepare(params))
         self._staged: EngineWeights | None = None
         self._next_weights: EngineWeights | None = None  # to be swapped in before the next dispatch
-        self._next_kv_policy = kv_policy  # of that swap
+        self._next_kv_policy = rollout.kv_policy  # of that swap
         self._stream = DecodeStream(
             self.name, backend, clock, log,
-            kinds=TRAINING, version=version, decode_steps=decode_steps, token_bytes=token_bytes, failure=failure,
+            kinds=TRAINING, version=version, decode_steps=rollout.decode_steps, token_bytes=token_bytes,
+            failure=failure,
         )  # fmt: skip
         self._pinned: PinnedRequests | None = None
         if evaluation is not None:
             self._pinned = PinnedRequests(
                 self.name, evaluation, clock, log,
-                training=self._stream, decode_steps=decode_steps, every_dispatches=every_dispatches,
+                training=self._stream, decode_steps=rollout.decode_steps, every_dispatches=every_dispatches,
                 token_bytes=token_bytes,
             )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []

@@ -16,6 +16,7 @@ from areal_jax.agents.agent_workflow import AgentWorkflow, ProgramAgent
 from areal_jax.agents.dialogue import Budgets, Dialogue, NotationParser, TokenizerFormat
 from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
 from areal_jax.agents.programs.program_host import FunctionHost
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
@@ -84,7 +85,7 @@ class Ran:
         self._supervisor = Supervisor(self._clock)
         self._engine = LocalEngine(
             0, model.backend, self._clock, self.log, receive=lambda published: model.versions[published.version],
-            version=0, params=model.versions[0], kv_policy='recompute', decode_steps=4,
+            version=0, params=model.versions[0], rollout=RolloutSection(decode_steps=4),
         )  # fmt: skip
         self.pool = RecordedPool(Pool([self._engine], self._clock, self.log, self._supervisor))
         self._clock.execute(self._supervisor.run(self._run()))

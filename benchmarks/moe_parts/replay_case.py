@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -65,8 +66,8 @@ def generate(config: ModelConfig, params: Any, dtype: str, seed: int) -> Generat
     log = EventLog()
     clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'wait': 1}, log, _PRICES)
     engine = LocalEngine(
-        0, backend, clock, log, receive=lambda published: weights, version=0, params=weights, kv_policy='recompute',
-        decode_steps=4,
+        0, backend, clock, log, receive=lambda published: weights, version=0, params=weights,
+        rollout=RolloutSection(decode_steps=4),
     )  # fmt: skip
     supervisor, segments = Supervisor(clock), {}
     rng = np.random.default_rng(seed)

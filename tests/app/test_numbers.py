@@ -224,7 +224,7 @@ def test_the_choices_reach_the_learner(tmp_path):
     config = TrackedConfig(
         small_config(loss__denominator='all', optimizer__decay='matrices', optimizer__weight_decay=0.1)
     )
-    assert build_learner_settings(config).denominator == 'all'
+    assert build_learner_settings(config).loss.denominator == 'all'
     gradients = {'final_norm': np.zeros(2), 'layers': {'0': {'mlp': {'up': {'weight': np.zeros((2, 2))}}}}}
     params = jax.tree.map(np.ones_like, gradients)
     optimizer = build_optimizer(config)

@@ -46,7 +46,8 @@ def connect_noted(parts):
     return connect(parts)
 
 def build():
-    return ServerKind('noted', (ClientKind('own', connect_noted),), launch=OWN.launch, keeps_kv=True, reads=OWN.reads)
+    client = ClientKind('own', connect_noted)
+    return ServerKind('noted', (client,), launch=OWN.launch, has_own_engines=True, keeps_kv=True, reads=OWN.reads)
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.app.command_line import CommandLineError, load_config
 from areal_jax.app.library import build_run
-from areal_jax.config import validate
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import OBJECTIVES, build_choices, find_objective
 from areal_jax.learning.objective.advantages import shape_rewards
@@ -68,7 +68,7 @@ def test_rewards_are_shaped_as_the_paper_has_them(name, size):
     lengths = [1, longest - buffer, longest - buffer // 2, longest - buffer // 4, longest]
     penalties = [0.0, 0.0, 0.5, 1 - (buffer // 4) / buffer, 1.0]  # DAPO, equation 13: between 0 and -1
     wrong, right, is_long = {'dapo': (-1, 1, 1), 'areal_math': (-5, 5, 0)}.get(name, (0, 1, 0))
-    choices = build_choices(config.loss, config.rollout.max_new_tokens, config.run.seed)
+    choices = build_choices(TrackedConfig(config).loss, config.rollout.max_new_tokens, config.run.seed)
     for reward, shaped in ((0.0, wrong), (1.0, right)):
         answers = group([1], [[2] * n for n in lengths], [reward] * 5)
         expected = [shaped - is_long * penalty for penalty in penalties]
@@ -80,7 +80,10 @@ def test_the_penalty_of_dapo_is_one_at_any_scale_of_the_reward():
     config.loss.reward_scale = 10.0
     answers = group([1], [[2], [2] * 20480], [1.0, 1.0])
     np.testing.assert_allclose(
-        shape_rewards(answers, build_choices(config.loss, config.rollout.max_new_tokens, config.run.seed)), [5.0, 4.0]
+        shape_rewards(
+            answers, build_choices(TrackedConfig(config).loss, config.rollout.max_new_tokens, config.run.seed)
+        ),
+        [5.0, 4.0],
     )
 
 

@@ -119,5 +119,6 @@ def test_with_servers_the_pool_gives_up_before_the_clock(server, seconds):
 
 
 def test_the_probe_keeps_to_the_bound_of_the_mismatch_on_average():
-    probe = build_server_settings(TrackedConfig(small_config(rollout__max_mismatch=0.01)), None).probe
+    config = TrackedConfig(small_config(rollout__server='own', rollout__max_mismatch=0.01))
+    probe = build_server_settings(config, None).probe
     assert (probe.max_mean, probe.max_difference) == (0.01, 0.04)

@@ -9,7 +9,7 @@ from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig, default_config, flatten, page, validate
 from areal_jax.config.declarations import FIELDS, require_allowed
-from areal_jax.config.fields import Choice, ConfigError, Integer, Real
+from areal_jax.config.fields import Choice, ConfigError, Integer, Purpose, Real
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted(p.stem for p in (ROOT / 'configs').glob('*.py'))
@@ -297,11 +297,12 @@ def test_a_field_that_the_config_file_sets_may_be_idle_and_is_listed():
     assert tracked.idle_fields() == ['virtual.save_s=0.99']
 
 
-@pytest.mark.parametrize('trains', [True, False])
-def test_sections_of_training_are_used_by_runs_that_train(trains):
+@pytest.mark.parametrize('purpose', Purpose)
+def test_sections_of_training_are_used_by_runs_that_train(purpose):
     config = default_config()
     config.optimizer.b2, config.learner.epochs = 0.99, 2
-    unread = TrackedConfig(config, trains=trains).unread()
+    unread = TrackedConfig(config, purpose=purpose).unread()
+    trains = purpose is Purpose.TRAINING
     assert unread == ([] if trains else [('learner.epochs', 2), ('optimizer.b2', 0.99)])
 
 

@@ -11,7 +11,7 @@ from areal_jax.config.objective_constraints import (
     find_objective_problems,
     find_objective_warnings,
 )
-from areal_jax.config.objectives import OBJECTIVES, build_choices
+from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES
 
 LOCK_STEP = {'staleness.schedule': 'fixed(2)'}
@@ -342,5 +342,4 @@ UNREAD = [
 def test_a_field_that_the_combination_does_not_use_is_set_but_never_read(fields):
     (path, value) = list(fields.items())[-1]
     tracked = TrackedConfig(make(fields), overrides=(path,))
-    build_choices(tracked.loss, tracked.rollout.max_new_tokens, tracked.run.seed)
     assert (path, value) in tracked.unread()

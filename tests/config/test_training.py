@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.config.training import OptimizerSection, StalenessSection, find_client_problems
 
 CLIENTS = {
@@ -129,7 +129,7 @@ def test_a_field_is_used_or_has_its_default_and_is_named(field, value, used):
 
 def test_what_trains_nothing_uses_what_it_notes():
     config = make_config({'learner.row_tokens': 512, 'optimizer.learning_rate': 0.5})
-    tracked = TrackedConfig(config, trains=False)
+    tracked = TrackedConfig(config, purpose=Purpose.SCORING)
     tracked.note_used(('learner.row_tokens',))
     assert tracked.unread() == [('optimizer.learning_rate', 0.5)]
 

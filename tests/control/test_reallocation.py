@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from areal_jax.config.cluster import DeviceSplit
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.reallocation import Reallocation
 from areal_jax.control.split_choice import Automatic, LaneSeconds, Planned, Rung
 from areal_jax.lanes import PREPARE, engine_lane, publish_lane, short_name
@@ -59,7 +60,7 @@ class ToySite:
         run = self.run
         return LocalEngine(
             int(short_name(name)), ToyBackend(4), run.clock, run.log, receive=run.channel.receive,
-            version=published.version, params=published.handle, kv_policy='recompute', decode_steps=2,
+            version=published.version, params=published.handle, rollout=RolloutSection(decode_steps=2),
         )  # fmt: skip
 
     def start_engine(self, engine):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.groups import UnverifiedError
@@ -26,8 +27,8 @@ def build(slots=4, verifier=None, max_failed=32):
     clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, log, PRICES | {'script': 1.0})
     supervisor = Supervisor(clock)
     engine = LocalEngine(
-        0, ToyBackend(slots), clock, log, receive=None, version=0, params=(0, 0), kv_policy='recompute',
-        decode_steps=1,
+        0, ToyBackend(slots), clock, log, receive=None, version=0, params=(0, 0),
+        rollout=RolloutSection(decode_steps=1),
     )  # fmt: skip
     pool = Pool([engine], clock, log, supervisor)
     evaluator = Evaluator(

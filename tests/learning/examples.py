@@ -111,9 +111,11 @@ def learner_settings(**changes: object) -> LearnerSettings:
     """
     settings = build_learner_settings(TrackedConfig(default_config()))
     choices = take_fields(PolicyChoices, changes)
-    for section in ('learner', 'staleness', 'diagnostics'):
+    given = take_fields(LearnerSettings, changes)
+    for section in ('learner', 'rollout', 'loss', 'staleness', 'diagnostics'):
         values = getattr(settings, section)
         changes[section] = dataclasses.replace(values, **take_fields(type(values), changes))
+    changes |= given
     if choices:
         changes['objective'] = PolicyObjective(dataclasses.replace(settings.objective.choices, **choices))
     return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})

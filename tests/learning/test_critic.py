@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import END_VALUES, VALUES
 from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.packing.packing import pack
-from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import (
     CRITIC,
     VALUE_HEAD,
@@ -52,7 +52,7 @@ def make_learner(
 ) -> SpmdLearner:
     """`own`: weights of a model of its own."""
     optimizer = add_critic_optimizer(make_optimizer(name, clip_norm=0), critic_rate)
-    critic = CriticSettings(own_model=own is not None, trunk_gradient=trunk_gradient)
+    critic = CriticSection(model='trunk' if own is None else 'copy', trunk_gradient=trunk_gradient)
     settings = learner_settings(advantage='gae', critic=critic, **(_ROWS | changes))
     params = decoder.complete(_PARAMS, 0)
     return SpmdLearner(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import (
@@ -22,7 +23,6 @@ from areal_jax.learning.objective.objective import (
 )
 from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
@@ -106,7 +106,7 @@ def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[
     settings = {'rows_per_microbatch': 1, 'max_token_age': 1, 'over_age': 'mask'} | form
     mesh, given, optimizer = settings.pop('mesh', {}), {}, _SGD
     if objective.trains_values:
-        settings['critic'] = CriticSettings(own_model=False, trunk_gradient=0.5)
+        settings['critic'] = CriticSection(trunk_gradient=0.5)
         given = {'critic': {VALUE_HEAD: _HEAD}}
         optimizer = add_critic_optimizer(_SGD, _RATE)
     learner = SpmdLearner(

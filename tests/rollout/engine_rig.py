@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -38,7 +39,8 @@ class Rig:
         self.backend = ToyBackend(slots, **backend)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),
-            kv_policy=kv_policy, decode_steps=decode_steps, token_bytes=token_bytes, failure=failure,
+            rollout=RolloutSection(kv_policy=kv_policy, decode_steps=decode_steps),
+            token_bytes=token_bytes, failure=failure,
             on_failed_dispatch=on_failed_dispatch,
         )  # fmt: skip
 

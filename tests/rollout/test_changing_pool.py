@@ -7,6 +7,7 @@ import collections
 import numpy as np
 import pytest
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.supervisor import Supervisor
@@ -44,7 +45,7 @@ class Rig:
     def build(self, index, published=FIRST):
         return LocalEngine(
             index, ToyBackend(self.slots), self.clock, self.log, receive=lambda published: published.handle,
-            version=published.version, params=published.handle, kv_policy='recompute', decode_steps=2,
+            version=published.version, params=published.handle, rollout=RolloutSection(decode_steps=2),
             evaluation=ToyBackend(2), hardware=self.hardware[index],
         )  # fmt: skip
 

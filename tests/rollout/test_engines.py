@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import EngineCapabilities, PublishedWeights
 from tests.rollout.engine_contract import ASSERTED, CHECKS, Subject
@@ -22,7 +23,7 @@ def local(kv_policy='recompute', slots=2, decode_steps=2, pinned=0):
 
         engine = LocalEngine(
             0, ToyBackend(slots), clock, log, receive=lambda p: p.handle, version=0, params=(0, 0),
-            kv_policy=kv_policy, decode_steps=decode_steps,
+            rollout=RolloutSection(kv_policy=kv_policy, decode_steps=decode_steps),
             evaluation=ToyBackend(pinned) if pinned else None, every_dispatches=3,
         )  # fmt: skip
         return Subject(engine, engine.start, published)

@@ -28,7 +28,7 @@ from areal_jax.app.workdir.environment import git_commit, hardware, package_vers
 from areal_jax.app.workdir.run_directory import EvaluationWorkdir, note_weights, sample_digest
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -102,7 +102,8 @@ class _Evaluation:
         overrides: Collection[str],
         interrupts: StopRequests | None,
     ):
-        self.config, self._source, self._interrupts = TrackedConfig(config, overrides, trains=False), source, interrupts
+        self.config = TrackedConfig(config, overrides, purpose=Purpose.EVALUATION)
+        self._source, self._interrupts = source, interrupts
         self.workdir = EvaluationWorkdir(workdir, self.config.as_dict(), resume=resume)
         self.workdir.require_usable()
         self._parts = contextlib.ExitStack()

@@ -263,7 +263,7 @@ def _random_experts(config: TrackedConfig) -> Experts:
 
 def _longest(config: TrackedConfig) -> int:
     """Returns the most tokens of one sequence, also where nothing is trained."""
-    config.note_used((_longest_field(config),))
+    config.note_used(('loss.objective', _longest_field(config)))
     return (
         config.rollout.context_tokens if find_objective(config.loss.objective).generates else config.learner.row_tokens
     )

@@ -11,9 +11,10 @@ import numpy as np
 
 from areal_jax.app.parts.channels import PlacedChannel
 from areal_jax.app.parts.compilations import print_passed_over
-from areal_jax.app.parts.part_settings import build_allocation, count_cache_blocks, cuts_softmax
+from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines
+from areal_jax.config.generation import cuts_softmax
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.frictions import TEMPERATURE
@@ -58,16 +59,16 @@ def build_backends(
 
 def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
     """The decode programs of training on `devices`."""
-    slots = config.rollout.slots
+    rollout = config.rollout
     tempered = config.friction.actor_share > 0 and config.friction.actor == TEMPERATURE
-    blocks, cuts = count_cache_blocks(config, slots), cuts_softmax(config)
-    return _build_backend(config, decoder, devices, slots, blocks, filtered=cuts, adjusted=tempered)
+    blocks, cuts = rollout.count_cache_blocks(rollout.slots), cuts_softmax(config)
+    return _build_backend(config, decoder, devices, rollout.slots, blocks, filtered=cuts, adjusted=tempered)
 
 
 def build_serving_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
     """The decode programs of a server, whose requests bring sampling parameters of their own."""
     slots = config.rollout.slots
-    blocks = count_cache_blocks(config, slots)
+    blocks = config.rollout.count_cache_blocks(slots)
     return _build_backend(config, decoder, devices, slots, blocks, filtered=True, adjusted=True)
 
 
@@ -78,7 +79,7 @@ def build_evaluation_backends(
     evaluation = config.evaluation
     if not evaluation.every:
         return {}
-    blocks = count_cache_blocks(config, evaluation.slots, beside=True)
+    blocks = config.rollout.count_cache_blocks(evaluation.slots, beside=True)
     filtered = evaluation.every_samples > 0 and cuts_softmax(config)
     return {
         devices: _build_backend(config, decoder, devices, evaluation.slots, blocks, filtered=filtered)
@@ -104,7 +105,7 @@ def _build_backend(
         context_tokens=rollout.context_tokens,
         block_tokens=rollout.block_tokens,
         cache_blocks=cache_blocks,
-        prefill_buckets=tuple(rollout.prefill_buckets),
+        prefill_buckets=rollout.prefill_buckets,
         decode_steps=rollout.decode_steps,
         filtered=filtered,
         adjusted=adjusted,
@@ -180,8 +181,7 @@ def build_engine(
         receive=fetch,
         version=published.version,
         params=fetch(published),
-        kv_policy=config.rollout.kv_policy,
-        decode_steps=config.rollout.decode_steps,
+        rollout=config.rollout,
         evaluation=evaluation,
         every_dispatches=config.evaluation.every_dispatches if evaluation else 1,
         failure=failure,

@@ -13,11 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_jax import lanes, protocols
-from areal_jax.app.parts.part_settings import build_requirements, find_splits, moves_devices, uses_servers
+from areal_jax.app.parts.part_settings import build_requirements, find_splits, moves_devices
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.app.workdir.run_list import SWEEP
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
+from areal_jax.config.generation import uses_servers
 from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import END_OF_WORK_S, RealClock

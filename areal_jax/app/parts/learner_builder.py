@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 
 from areal_jax.app.model.model import Model, load_other_models
 from areal_jax.app.model.text_model import describe_source
-from areal_jax.app.parts.part_settings import cuts_softmax
-from areal_jax.config import TrackedConfig, default_config
-from areal_jax.config.declarations import TRUNK_CRITIC
+from areal_jax.config import TrackedConfig
+from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.kinds import find_channel, find_server
+from areal_jax.config.generation import uses_servers
+from areal_jax.config.kinds import find_channel
+from areal_jax.config.loss import CriticSection
 from areal_jax.config.objectives import PAIRS, build_choices, find_objective
 from areal_jax.config.training import count_steps
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
@@ -29,12 +30,12 @@ from areal_jax.learning.blockwise.blocks import BlockOrder
 from areal_jax.learning.brakes import Brake
 from areal_jax.learning.learner import MovingLearner, SpmdLearner
 from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
-from areal_jax.learning.objective.objective import Objective
+from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE, Objective
 from areal_jax.learning.objective.objectives import Likelihood, PolicyObjective, load_objective
 from areal_jax.learning.objective.preference import DirectPreference, RewardModel
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.optimizer.optimizer import Optimizer, make_optimizer
-from areal_jax.learning.settings import CriticSettings, LearnerSettings
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora, Params
 from areal_jax.plugins import is_own
@@ -71,53 +72,47 @@ def build_learner(
 
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
-    """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
+    """Returns the settings of an update, under any objective."""
     learner, objective = config.learner, build_objective(config)
-    idle = TrackedConfig(default_config())
     supervised = not objective.learns_from_answers
     if supervised:
         learner = dataclasses.replace(learner, packing='ordinary')
-    policy = idle if supervised else config  # fields that only asynchronous RL uses
-    filtered = learner.filter_equal_rewards
-    channel, server = find_channel(policy.publication.channel), find_server(policy.rollout.server)
     most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
     return LearnerSettings(
         learner=learner,
+        rollout=config.rollout,
+        loss=config.loss,
         staleness=config.staleness,
         diagnostics=config.diagnostics,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
         strategy=config.cluster.strategy,
-        publish_dtype=policy.publication.dtype,
-        publishes_files=channel.reaches_processes,
+        publish_dtype=str(FIELDS['publication.dtype'].default) if supervised else config.publication.dtype,
+        publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         objective=objective,
-        temperature=policy.rollout.temperature,
-        denominator=(policy if filtered else idle).loss.denominator,
-        truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
-        scores=not server.in_process,
+        scores=uses_servers(config),
         seed=config.run.seed,
-        quantized=policy.rollout.weights == 'int8',
         brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
-        records_routes=policy.rollout.record_routes,
+        records_routes=config.rollout.record_routes,
     )
 
 
-def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
-    """None for an objective that trains no values."""
+def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSection | None:
+    """Returns the section `critic`; None for an objective that trains no values."""
     if not objective.trains_values:
         return None
     if objective.scores_answers:  # the values are what is trained
-        return CriticSettings(own_model=False, trunk_gradient=1.0)
-    ours, idle = config.critic, TrackedConfig(default_config()).critic
-    own_model = ours.model != TRUNK_CRITIC
-    return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
+        return dataclasses.replace(config.critic, trunk_gradient=1.0)
+    return config.critic
 
 
 def build_objective(config: TrackedConfig) -> Objective:
     """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
     loss = config.loss
     if is_own(loss.objective):
-        return load_objective(loss.objective, dict(loss.options))
+        objective = load_objective(loss.objective, dict(loss.options))
+        config.note_idle(_list_idle(objective))
+        return objective
     kind = find_objective(loss.objective)
     if kind.scores:
         return RewardModel()
@@ -132,6 +127,16 @@ def build_objective(config: TrackedConfig) -> Objective:
     if not kind.generates:
         return Likelihood(loss.aggregation or 'token_mean')
     return PolicyObjective(build_choices(loss, config.rollout.max_new_tokens, config.run.seed))
+
+
+def _list_idle(objective: Objective) -> list[str]:
+    """Returns the fields, and the section, that an objective of the user's own might have used, and does not."""
+    reads = {
+        'loss.reference': REFERENCE in objective.reads,
+        'loss.teacher': bool(objective.reads & FROM_TEACHER),
+        'critic': objective.trains_values,
+    }
+    return [name for name, is_read in reads.items() if not is_read]
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:

@@ -13,7 +13,7 @@ from ml_collections import config_dict
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.kinds import find_server
+from areal_jax.config.generation import cuts_softmax, uses_servers
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
 from areal_jax.control.buffer import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
@@ -75,29 +75,6 @@ def build_choice(config: TrackedConfig) -> Choice:
         rungs.append(Rung(split, learner.devices, engines.count))
     cluster = config.cluster
     return Automatic(rungs, gain=cluster.reallocate_gain, updates=cluster.reallocate_updates)
-
-
-def uses_servers(config: TrackedConfig) -> bool:
-    """Whether answers come from other processes."""
-    return not find_server(config.rollout.server).in_process
-
-
-def cuts_softmax(config: TrackedConfig) -> bool:
-    """Whether answers are drawn from a part of the softmax only."""
-    return config.rollout.top_k > 0 or config.rollout.top_p < 1
-
-
-def count_cache_blocks(config: TrackedConfig, slots: int, *, beside: bool = False) -> int:
-    """Blocks of the KV cache of an engine with so many slots: rollout.cache_tokens, or a whole context for each slot.
-
-    The slots for evaluation beside training get no more than they can fill.
-    """
-    rollout = config.rollout
-    most = slots * -(-rollout.context_tokens // rollout.block_tokens)
-    if not rollout.cache_tokens:
-        return most
-    budget = rollout.cache_tokens // rollout.block_tokens
-    return min(budget, most) if beside else budget
 
 
 def build_requirements(config: TrackedConfig) -> list[Requirement]:

@@ -36,7 +36,7 @@ from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.wire.column_form import ColumnForm, list_forms
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
-from areal_jax.rollout.servers.keeper import LogprobsMode, MismatchWatch, Score, ServerFacts, require_fit
+from areal_jax.rollout.servers.keeper import LogprobsMode, MismatchWatch, Score, ServerFacts, require_fit, state_facts
 from areal_jax.rollout.servers.member import ProbeSettings, ServerSettings
 from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, read_address, read_registry
 from areal_jax.rollout.servers.server_pool import ServerPool
@@ -65,9 +65,8 @@ def find_max_mismatch(config: TrackedConfig) -> float:
 
 def find_needs(config: TrackedConfig) -> ServerFacts:
     """What a server must match to answer for this run; at temperature 1 both kinds of log-probs are equal."""
-    rollout = config.rollout
-    mode: LogprobsMode | None = None if rollout.temperature == 1.0 else 'processed'
-    return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)
+    mode: LogprobsMode | None = None if config.rollout.temperature == 1.0 else 'processed'
+    return state_facts(config.rollout, config.publication.dtype, mode)
 
 
 def find_forms(config: TrackedConfig) -> dict[str, ColumnForm]:
@@ -191,7 +190,7 @@ class ClientMaker:
         name_lanes: Callable[[int], ServerLanes] = server_lanes,
     ):
         rollout, server = config.rollout, config.server
-        self._named, self._kv_policy = rollout.server, rollout.kv_policy
+        self._rollout = rollout
         kind = find_server(rollout.server)
         self._clients = {client.name: client for client in kind.clients}
         self._clock, self._log, self._supervisor = clock, log, supervisor
@@ -223,7 +222,7 @@ class ClientMaker:
 
     def _make(self, entry: ServerEntry, lanes: ServerLanes) -> ServerEngine:
         parts = ClientParts(
-            entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._kv_policy,
+            entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._rollout,
             client=self._client, lease_s=self._lease_s,
         )  # fmt: skip
         engine: ServerEngine = resolve(self._clients[entry.kind].connect, SERVER)(parts)
@@ -234,7 +233,7 @@ class ClientMaker:
         if entry.kind not in self._clients:
             raise UserError(
                 f'the server {entry.name} at {entry.url} is of the kind {entry.kind!r}, and rollout.server='
-                f'{self._named!r}: stop it, or set rollout.server={entry.kind!r}'
+                f'{self._rollout.server!r}: stop it, or set rollout.server={entry.kind!r}'
             )
 
 

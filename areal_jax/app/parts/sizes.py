@@ -20,10 +20,9 @@ from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.learner_builder import build_lora, build_optimizer
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.declarations import TRUNK_CRITIC
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.config.kinds import find_channel
-from areal_jax.config.objectives import find_objective, is_policy, reads_reference, trains_critic
+from areal_jax.config.objectives import KL, find_objective, is_policy, reads_reference
 from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -128,7 +127,7 @@ def _measure_devices(
 
 def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:
     """The same for engines alone: their weights, caches and what a dispatch returns."""
-    tracked = TrackedConfig(config)
+    tracked = TrackedConfig(config, purpose=Purpose.EVALUATION)
     _require_room(_by_device(_sizes_of_engines(tracked, read_shape(tracked), allocation)), {}, config)
 
 
@@ -200,8 +199,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
         sizes['reference model'] = count(trained, cut(trained), dtype)
     if find_objective(config.loss.objective).teacher:
         sizes['teacher'] = _teacher_bytes(config, mesh)
-    has_values = is_policy(config.loss.objective) and trains_critic(config.loss)
-    if has_values and config.critic.model != TRUNK_CRITIC:
+    if config.critic.own_model:
         sizes['critic'] = _critic_bytes(config, shape, mesh)
     return sizes
 
@@ -262,10 +260,10 @@ def _engine_sizes(
     group = parse_engines(config.cluster.engines).find_group(len(devices))
     tensor = group.tensor
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
-    slots, blocks = rollout.slots, build.count_cache_blocks(config, rollout.slots) + 1  # one that padding writes to
+    slots, blocks = rollout.slots, rollout.count_cache_blocks(rollout.slots) + 1  # one that padding writes to
     if config.evaluation.every:
         slots += config.evaluation.slots
-        blocks += build.count_cache_blocks(config, config.evaluation.slots, beside=True) + 1
+        blocks += rollout.count_cache_blocks(config.evaluation.slots, beside=True) + 1
     weights, matrices = _engine_weights(shape, devices, group.expert, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
@@ -386,7 +384,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'versions for deltas':
         return 'set publication.delta=False'
     if name == 'reference model':
-        return 'set loss.kl_coefficient=0' if is_policy(c.loss.objective) else 'use a smaller model'
+        return f'set {KL}=0' if is_policy(c.loss.objective) else 'use a smaller model'
     if name == 'teacher':
         return 'name a smaller model in loss.teacher'
     if name == 'publication' and c.staleness.schedule != 'natural':

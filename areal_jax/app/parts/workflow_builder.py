@@ -301,6 +301,11 @@ def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Cloc
         return load_programs(config, tokenizer)
     if not is_own(spec):
         return lambda clock: SingleTurn
+    if deadline_s := config.rollout.episode_deadline_s:
+        raise UserError(
+            f'rollout.episode_deadline_s={deadline_s}: {_FIELD}={spec!r} is no agent, whose episodes it could end; set '
+            'it to 0, or name an `async def`'
+        )
     make = _make_own(build, spec, tokenizer, config.rollout.context_tokens)
     return lambda clock: make
 

@@ -49,7 +49,7 @@ from areal_jax.types import Tree
 
 # sections of which the learner processes read what they need, and what the exporter reads
 _READ_ELSEWHERE = (
-    *('model', 'lora', 'loss', 'cluster', 'distributed', 'publication'),
+    *('model', 'lora', 'cluster', 'distributed', 'publication'),
     *('run.compilation_cache', 'run.export_every'),
 )
 ControllerRun: TypeAlias = Run['RemoteSite', Loop]

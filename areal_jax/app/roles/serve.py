@@ -30,7 +30,7 @@ from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.addresses import name_hosts
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -61,7 +61,7 @@ from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationServic
 from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
-from areal_jax.rollout.servers.keeper import ServerFacts
+from areal_jax.rollout.servers.keeper import state_facts
 from areal_jax.rollout.servers.server_entries import describe_facts
 from areal_jax.rollout.stream import IN_A_SERVER
 from areal_jax.sharding.placement import Place, move_to
@@ -212,7 +212,7 @@ def serve_model(
     require_notation(adapted.server.notation, _NOTATION)
     version = None if heartbeat is None or model is None else read_published(model)
     with contextlib.ExitStack() as parts:
-        tracked = TrackedConfig(adapted, () if heartbeat else overrides, trains=False)
+        tracked = TrackedConfig(adapted, () if heartbeat else overrides, purpose=Purpose.SERVING)
         described = TrackedConfig(config) if version is not None else None
         open_receiver = number_readers(tracked, None if heartbeat is None else heartbeat.workdir)
         source = _Source(version, described)
@@ -310,10 +310,7 @@ class _Server:
         self._heartbeat: Heartbeat | None = None
         self._fenced: FencedError | None = None  # another process has taken the name
         self._drain_s = config.server.drain_timeout_s
-        rollout = config.rollout
-        self._facts = ServerFacts(
-            rollout.kv_policy, rollout.context_tokens, config.publication.dtype, 'processed', self._hardware
-        )
+        self._facts = state_facts(config.rollout, config.publication.dtype, 'processed', self._hardware)
         config.require_all_read()
         self._warm_up()
 
@@ -379,8 +376,8 @@ class _Server:
         return LocalEngine(
             0, self._backend, self.clock, self.log,
             receive=VersionLoader(self._backend, model.decoder, place, self._open_receiver),
-            version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
-            decode_steps=config.rollout.decode_steps, token_bytes=model.tokenizer.token_bytes, failure=IN_A_SERVER,
+            version=_FIRST_VERSION, params=params, rollout=config.rollout,
+            token_bytes=model.tokenizer.token_bytes, failure=IN_A_SERVER,
             on_failed_dispatch=traceback.print_exception if self._kind.survives else None,
         )  # fmt: skip
 

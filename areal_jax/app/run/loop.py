@@ -34,6 +34,7 @@ from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError, decode_run_state, encode_run_state
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import find_sandbox_warnings
+from areal_jax.config.generation import uses_servers
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method
 from areal_jax.control.clocks.loop import LoopClock
@@ -311,7 +312,7 @@ def _build_generation(
     if ring:
         ring.add(published)
         published = ring.in_use(snapshot['generated_update'] if snapshot else None)
-    if local is not None and not build.uses_servers(host.config):
+    if local is not None and not uses_servers(host.config):
         rollout = local.build_rollout(published, host.clock, host.log, host.supervisor)
         if ring is None:
             channel.release(version)  # all engines have it

@@ -54,6 +54,7 @@ from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_learner
 from areal_jax.config.declarations import require_no_simulation
+from areal_jax.config.generation import uses_servers
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import list_splits, replace_split
 from areal_jax.control.clocks.loop import LoopClock
@@ -165,7 +166,7 @@ class OwnSite:
         return build.build_device_rates(self._config, self.allocation)
 
     def find_devices(self) -> UsedDevices | None:
-        return None if build.uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
+        return None if uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
 
     def note_split(self, split: DeviceSplit) -> DeviceRates:
         """Devices were moved: the rates from now on."""
@@ -239,7 +240,7 @@ class OwnSite:
         config = self._config
         if not find_objective(config.loss.objective).generates:
             return False
-        is_alone = parse_learner(config.cluster.learner).processes == 1 and not build.uses_servers(config)
+        is_alone = parse_learner(config.cluster.learner).processes == 1 and not uses_servers(config)
         return is_alone and version == 0 and config.evaluation.problems > 0
 
     def copy_version(self, published: PublishedWeights) -> Params:

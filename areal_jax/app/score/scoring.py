@@ -24,7 +24,7 @@ from areal_jax.app.process.setup import require_extras
 from areal_jax.app.score.answer_files import GivenAnswer, ProblemIndex, ScoreFile, make_score, read_answers
 from areal_jax.config import TrackedConfig, flatten, validate_scoring
 from areal_jax.config.declarations import FIELDS
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -153,7 +153,7 @@ class Scoring:
         adapted = _adapt(config, workers, overrides)
         self.answers, self.out, self.tally = answers, out, ScoreTally()
         self.scored_before, self.seconds = 0, 0.0
-        self._config, self._interrupts = TrackedConfig(adapted, overrides, trains=False), interrupts
+        self._config, self._interrupts = TrackedConfig(adapted, overrides, purpose=Purpose.SCORING), interrupts
         self._is_stopping = threading.Event()
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:

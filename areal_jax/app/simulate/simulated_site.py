@@ -17,7 +17,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.parts.host import EndedBy, Servers, UsedDevices, build_pool, group_devices, lane_widths, unit_prices
-from areal_jax.app.parts.part_settings import build_requirements, count_cache_blocks, find_splits, uses_servers
+from areal_jax.app.parts.part_settings import build_requirements, find_splits
 from areal_jax.app.parts.task_builder import build_stream, build_task
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, read_budgets
 from areal_jax.app.run.loop import Loop, Outside, build_loop
@@ -42,6 +42,7 @@ from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
 from areal_jax.config.declarations import ROOFLINE, TASK, VIRTUAL
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.generation import uses_servers
 from areal_jax.config.kinds import DEVICE, FILES, OWN, find_server
 from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
@@ -108,9 +109,7 @@ _AS_SERVERS: Mapping[str, object] = {
     'rollout.server': OWN.name, 'rollout.urls': (), 'publication.channel': FILES.name,
 }  # fmt: skip
 _AS_ENGINES: Mapping[str, object] = {'publication.channel': DEVICE.name}
-_NOT_SIMULATED = (
-    'agent', 'model', 'task', 'lora', 'loss', 'cluster', 'publication',
-)  # fmt: skip
+_NOT_SIMULATED = ('agent', 'model', 'task', 'lora', 'cluster', 'publication')
 
 
 class Prices(NamedTuple):
@@ -262,7 +261,7 @@ def _find_shape(config: TrackedConfig) -> ModelShape:
 
 def cache_blocks(config: TrackedConfig, cluster: Cluster | None, engine: int) -> int:
     """Blocks of the KV cache of the engine of this number: as in a run, but no more than it has room for."""
-    blocks = count_cache_blocks(config, config.rollout.slots)
+    blocks = config.rollout.count_cache_blocks(config.rollout.slots)
     if cluster is None:
         return blocks
     return min(blocks, cluster.engines[engine].cache_tokens() // config.rollout.block_tokens)
@@ -527,7 +526,7 @@ class SimulatedSite:
             keep_lengths(self._answers),
             context_tokens=rollout.context_tokens,
             block_tokens=rollout.block_tokens,
-            buckets=tuple(rollout.prefill_buckets),
+            buckets=rollout.prefill_buckets,
             devices=[str(device) for device in devices],
             jumps=isinstance(clock, SimulatedClock) and self._config.simulation.join,
             distinct=self._answers.of_agents,
@@ -536,13 +535,12 @@ class SimulatedSite:
         evaluation = self._config.evaluation
         beside: CountBackend | None = None
         if evaluation.every:
-            of_slots = count_cache_blocks(self._config, evaluation.slots, beside=True)
+            of_slots = rollout.count_cache_blocks(evaluation.slots, beside=True)
             beside = build_backend(slots=evaluation.slots, cache_blocks=of_slots)
         return LocalEngine(
             index, build_backend(slots=rollout.slots, cache_blocks=blocks), clock, log,
             receive=CountChannel().receive, version=published.version, params=published.version,
-            kv_policy=rollout.kv_policy, decode_steps=rollout.decode_steps,
-            evaluation=beside, every_dispatches=evaluation.every_dispatches if beside else 1,
+            rollout=rollout, evaluation=beside, every_dispatches=evaluation.every_dispatches if beside else 1,
             hardware=describe_hardware(self._prices.cluster, index, len(devices)),
         )  # fmt: skip
 

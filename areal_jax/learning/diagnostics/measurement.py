@@ -58,7 +58,9 @@ def measure(
         applied = trained.was_applied(len(batches))
         producers |= {
             'mismatch': mismatch_metrics(compared, before, version, engines),
-            'quantization': quantization_metrics(compared, before, version) if settings.quantized else {},
+            'quantization': quantization_metrics(compared, before, version)
+            if settings.rollout.weights == 'int8'
+            else {},
             'by_age': by_age,
             'inside': inside_metrics(batches, trained.steps_applied()),
             'staleness': staleness_metrics(settings.brake, results, batches),

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.config.declarations import FIELDS, require_allowed
 from areal_jax.config.objectives import FIELD, describe, select_used
-from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.policy_choices import CHOICE_FIELDS, PolicyChoices
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.advantages import (
     CONTRASTS,
@@ -95,8 +94,8 @@ class PolicyObjective(Objective):
     estimate: Estimator = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        values = {f'loss.{name}': value for name, value in dataclasses.asdict(self.choices).items()}
-        require_allowed({path: value for path, value in values.items() if path in FIELDS})
+        for name, field in CHOICE_FIELDS.items():
+            field.require_allowed(f'loss.{name}', getattr(self.choices, name))
         for name, value in _derive(self.choices).items():
             object.__setattr__(self, name, value)
 

@@ -306,7 +306,7 @@ class GenerationRules:
     """Follows dispatches and answers, event by event.
 
     Args:
-      keeps_cache: whether answers keep their KV cache under new weights (rollout.kv_policy='keep').
+      keeps_cache: whether answers keep their KV cache under new weights.
       single_turn: whether an answer is one request; else the lengths of answers are not compared with dispatches.
       max_new_tokens: the bound on the tokens of an answer.
     """

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.config.constraints import MOST_PREFILL_BUCKETS
+from areal_jax.config.generation import MOST_PREFILL_BUCKETS
 from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params

@@ -291,7 +291,7 @@ class GenerationService:
         self._staged = version, directory
 
     async def swap(
-        self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False, client: str = ''
+        self, label: str | None, kv_policy: KvPolicy | None = None, *, cancel: bool = False, client: str = ''
     ) -> None:
         """Swaps the staged weights in before the next dispatch; returns when they are in use.
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
@@ -47,6 +48,15 @@ class ServerFacts:
 
 
 SAYS_NOTHING = ServerFacts()
+
+
+def state_facts(
+    rollout: RolloutSection, dtype: str, mode: LogprobsMode | None, hardware: str | None = None
+) -> ServerFacts:
+    """Returns what a server with this config has, or what a run needs."""
+    return ServerFacts(rollout.kv_policy, rollout.context_tokens, dtype, mode, hardware)
+
+
 _FIELDS = {  # of the config
     'kv_policy': 'rollout.kv_policy',
     'context_tokens': 'rollout.context_tokens',

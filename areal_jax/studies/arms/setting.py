@@ -96,10 +96,8 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
     """Makes the setting of arms that `require_one_program` has accepted."""
     config = TrackedConfig(arms[0].config)
     settings = build_learner_settings(config)
-    constants, choices = (
-        make_constants(arms),
-        build_choices(config.loss, config.rollout.max_new_tokens, config.run.seed),
-    )
+    constants = make_constants(arms)
+    choices = build_choices(config.loss, config.rollout.max_new_tokens, config.run.seed)
     without: Any = dict.fromkeys(NUMBERS, 0.0)
     recomputed = constants.proximal == KINDS.index('recompute')
     return Setting(
@@ -133,14 +131,14 @@ def _of_arm(arm: Arm) -> Constants:
         delay=np.int32(0 if period else schedule.longest),
         period=np.int32(period),
         learning_rate=np.float32(config.optimizer.learning_rate),
-        temperature=np.float32(settings.temperature),
+        temperature=np.float32(config.rollout.temperature),
         numbers=_numbers(choices),
         denominator_factor=np.float32(_denominator_factor(choices, config.rollout.max_new_tokens)),
         entropy_coefficient=np.float32(choices.entropy_coefficient),
         proximal=np.int32(KINDS.index(choices.proximal)),
         advantage=np.int32(ADVANTAGES.index(choices.advantage)),
         filters=np.bool_(settings.filters),
-        counts_all=np.bool_(settings.denominator == 'all'),
+        counts_all=np.bool_(config.loss.denominator == 'all'),
     )
 
 

@@ -164,7 +164,8 @@ def reshaped(**sizes):
 
 def read(directory, model=MODEL, field='loss.reference'):
     config = default_config()
-    config.update_from_flattened_dict({field: str(directory)})
+    objective = {'loss.reference': 'grpo', 'loss.teacher': 'distillation'}[field]  # which uses the field
+    config.update_from_flattened_dict({field: str(directory), 'loss.objective': objective})
     tracked = TrackedConfig(config)
     return read_given_model(tracked, field, model), tracked
 

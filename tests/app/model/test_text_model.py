@@ -17,7 +17,7 @@ from areal_jax.app.model.text_model import (
 )
 from areal_jax.app.workdir.records import restore_config
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import hf_config
 from areal_jax.models.decoder import Decoder
@@ -184,6 +184,6 @@ def test_an_evaluation_of_a_supervised_model_may_set_the_length_of_its_rows():
     config = configure('random')
     config.loss.objective = 'sft'
     config.learner.row_tokens = 512
-    tracked = TrackedConfig(config, ['learner.row_tokens'], trains=False)
+    tracked = TrackedConfig(config, ['learner.row_tokens'], purpose=Purpose.EVALUATION)
     assert describe_text_model(tracked).shape.context_tokens == 512
     assert 'learner.row_tokens' not in dict(tracked.unread())

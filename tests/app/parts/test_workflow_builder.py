@@ -6,11 +6,16 @@ import asyncio
 import dataclasses
 import types
 
-from areal_jax.app.parts.workflow_builder import build_frictions, build_training_workflow
+import pytest
+
+from areal_jax.app.parts.workflow_builder import build_frictions, build_training_workflow, load_workflow
 from areal_jax.config import TrackedConfig
 from areal_jax.control.frictions import Frictions
+from areal_jax.errors import UserError
+from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import SamplingParams
 from tests.app.small import small_config
+from tests.app.test_own_workflow import TWO_TURNS
 
 SAMPLING = SamplingParams(4, 1.5, 0, 1.0, ())
 
@@ -49,3 +54,9 @@ def test_fields_of_what_is_off_are_not_read():
     assert build_frictions(config, 4) == Frictions(seed=9, reward_share=0.1)
     assert [path for path, _ in config.unread() if path.startswith('friction.')] == ['friction.actor']
     assert build_frictions(TrackedConfig(small_config()), 4) is None
+
+
+def test_a_workflow_that_is_no_agent_has_no_deadline_of_episodes():
+    fields = {'rollout__workflow': TWO_TURNS, 'rollout__episode_deadline_s': 5.0}
+    with pytest.raises(UserError, match=r'^rollout\.episode_deadline_s=5\.0: rollout\.workflow=.* is no agent'):
+        load_workflow(TrackedConfig(small_config(**fields)), CharacterTokenizer('ab='))

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.loss import CriticSection
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import POLICY, REFERENCE, VALUES
 from areal_jax.learning.objective.preference import DirectPreference, RewardModel
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.packing.packing import empty_batch
-from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD
 from areal_jax.sharding.rules import make_mesh
@@ -137,7 +137,7 @@ def make_learner(objective='dpo', reference=_OTHER, **settings):
     chosen, given = OBJECTIVES[objective], {'reference': reference}
     sgd = make_optimizer('sgd', clip_norm=0)
     if chosen.scores_answers:
-        settings['critic'] = CriticSettings(own_model=False, trunk_gradient=1.0)
+        settings['critic'] = CriticSection(trunk_gradient=1.0)
         given, sgd = {'critic': {VALUE_HEAD: _HEAD}}, add_critic_optimizer(sgd, 0.1)
     settings = {'row_tokens': 32, 'row_loss_tokens': 24, 'packing': 'ordinary'} | settings
     return SpmdLearner(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.supervisor import Supervisor
@@ -177,8 +178,8 @@ class Schedule:
         """An engine with an empty cache and the version that is in use."""
         engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda p: (p.version, weights(p.version)),
-            version=self.version, params=(self.version, weights(self.version)), kv_policy=self.kv_policy,
-            decode_steps=self.decode_steps,
+            version=self.version, params=(self.version, weights(self.version)),
+            rollout=RolloutSection(kv_policy=self.kv_policy, decode_steps=self.decode_steps),
         )  # fmt: skip
         self.backend.forget()
         self.backend.table = engine.stream.cache

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -21,7 +22,7 @@ class Talk:
         self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1}, self.log, PRICES)
         self.engine = LocalEngine(
             0, backend(), self.clock, self.log, receive=lambda published: published.handle, version=0,
-            params=weights(), kv_policy='recompute', decode_steps=3,
+            params=weights(), rollout=RolloutSection(decode_steps=3),
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
 

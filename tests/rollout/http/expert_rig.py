@@ -8,6 +8,7 @@ import functools
 import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -81,7 +82,7 @@ class InProcess:
     def client(self, clock, log):
         return LocalEngine(
             0, build_backend(), clock, log, receive=lambda published: weights(int(published.handle)),
-            version=0, params=weights(0), kv_policy='recompute', decode_steps=3,
+            version=0, params=weights(0), rollout=RolloutSection(decode_steps=3),
         )  # fmt: skip
 
 

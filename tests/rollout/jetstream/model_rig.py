@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -94,7 +95,7 @@ class InProcess:
     def client(self, clock, log):
         return LocalEngine(
             0, build_backend(), clock, log, receive=lambda published: weights(int(published.handle)),
-            version=0, params=weights(0), kv_policy='recompute', decode_steps=STEPS,
+            version=0, params=weights(0), rollout=RolloutSection(decode_steps=STEPS),
         )  # fmt: skip
 
 

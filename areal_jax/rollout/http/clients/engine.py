@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import ServerLanes
@@ -25,7 +26,7 @@ from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_ver
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
 from areal_jax.rollout.servers.member import HeldWeights, OutcomeUnknownError, RemoteError, RequestFailedError
 from areal_jax.rollout.servers.server_entries import ServerEntry
-from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
+from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ClientParts:
       lanes: of the engine; the first is also its name.
       locate: returns the directory of published weights, by the path that the server sees.
       api_key: the server's; '' = none.
-      kv_policy: rollout.kv_policy.
+      rollout: the section of the run's config.
       client: name of the run for servers that know leases.
       lease_s: rollout.pause_lease_s.
     """
@@ -48,7 +49,7 @@ class ClientParts:
     locate: Callable[[PublishedWeights], str]
     limits: ServerLimits
     api_key: str
-    kv_policy: KvPolicy
+    rollout: RolloutSection
     client: str
     lease_s: float
 

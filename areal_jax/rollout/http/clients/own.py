@@ -186,5 +186,5 @@ def connect_dialect(parts: ClientParts, dialect: StagingDialect, connection: Con
     """Makes the client of one server of this project that speaks `dialect`."""
     return OwnEngine(
         parts.lanes, dialect, connection, parts.clock, parts.log,
-        locate=parts.locate, limits=parts.limits, kv_policy=parts.kv_policy,
+        locate=parts.locate, limits=parts.limits, kv_policy=parts.rollout.kv_policy,
     )  # fmt: skip

@@ -252,7 +252,7 @@ async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel:
     policy: KvPolicy | None = None
     if (await bridge.look()).pause == 'in_place':
         policy = 'recompute' if flush else 'keep'
-    await bridge.act('swap', lambda service: service.swap(label, kv_policy=policy, cancel=cancel, client=client))
+    await bridge.act('swap', lambda service: service.swap(label, policy, cancel=cancel, client=client))
 
 
 def _client(request: web.Request) -> str:

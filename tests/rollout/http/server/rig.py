@@ -13,6 +13,7 @@ from unittest import mock
 
 import aiohttp
 
+from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -74,7 +75,7 @@ class ToyServer:
         self.backend, first = self.make_backend(slots, decode_steps)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
-            params=first, kv_policy='recompute', decode_steps=decode_steps,
+            params=first, rollout=RolloutSection(decode_steps=decode_steps),
             token_bytes=self.tokenizer.token_bytes,
             failure=IN_A_SERVER, on_failed_dispatch=self.on_failed_dispatch,
         )  # fmt: skip
