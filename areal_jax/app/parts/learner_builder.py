@@ -16,8 +16,7 @@ from areal_jax.app.model.text_model import describe_source
 from areal_jax.config import TrackedConfig
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.generation import uses_servers
-from areal_jax.config.kinds import find_channel
+from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.loss import CriticSection
 from areal_jax.config.objectives import PAIRS, build_choices, find_objective
 from areal_jax.config.training import count_steps
@@ -89,7 +88,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         publish_dtype=str(FIELDS['publication.dtype'].default) if supervised else config.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         objective=objective,
-        scores=uses_servers(config),
+        scores=not find_server(config.rollout.server).in_process,
         seed=config.run.seed,
         brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
@@ -146,8 +145,8 @@ def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder
             f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
             'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
         )
-    lora, form = build_lora(config), config.learner
-    decoder = Decoder(model.decoder.config, layers=form.layers, remat=form.remat, lora=lora)
+    form = {'layers': config.learner.layers, 'remat': config.learner.remat, 'lora': build_lora(config)}
+    decoder = Decoder(model.decoder.config, **form)
     assert model.params is not None, 'a learner has taken the weights already'
     return decoder, decoder.complete(model.params, config.run.seed)
 
