@@ -18,10 +18,10 @@ from areal_jax.app.command_line import find_config_file, load_config, require_wo
 from areal_jax.app.parts.compilations import print_warnings
 from areal_jax.app.parts.learner_builder import build_averages
 from areal_jax.app.process.ending import CallerInterrupts, call_in_thread
-from areal_jax.app.run.loop import Loop, build_loop
-from areal_jax.app.run.own_site import OwnSite, require_here
+from areal_jax.app.run.loop import Loop
+from areal_jax.app.run.own_site import build_own_loop, require_here
 from areal_jax.app.run.run import Run, RunKind
-from areal_jax.app.run.supervised import SftTraining
+from areal_jax.app.run.supervised import SftTraining, build_training
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner
@@ -30,10 +30,10 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.errors import UserError
 from areal_jax.files import require_local
 
-LoopRun: TypeAlias = Run[OwnSite, Loop]
-SftRun: TypeAlias = Run[OwnSite, SftTraining]
-LOOP: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, OwnSite, build_loop)
-SFT: RunKind[OwnSite, SftTraining] = RunKind(require_here, print_warnings, OwnSite, SftTraining)
+LoopRun: TypeAlias = Run[Loop]
+SftRun: TypeAlias = Run[SftTraining]
+LOOP: RunKind[Loop] = RunKind(require_here, print_warnings, build_own_loop)
+SFT: RunKind[SftTraining] = RunKind(require_here, print_warnings, build_training)
 
 
 def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> LoopRun | SftRun:

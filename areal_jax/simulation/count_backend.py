@@ -36,7 +36,7 @@ class UpdateShape(NamedTuple):
 
 
 class CountLearner:
-    """Implements app.run.site.RunLearner.
+    """Implements app.run.run.RunLearner.
 
     Args:
       price: which groups are trained, and how tokens are counted.

@@ -21,8 +21,9 @@ from ml_collections import config_dict
 
 from areal_jax.app.model.model import Model
 from areal_jax.app.parts.compilations import print_warnings
-from areal_jax.app.run.loop import Loop, build_loop
-from areal_jax.app.run.own_site import OwnSite, require_here
+from areal_jax.app.parts.part_settings import build_allocation
+from areal_jax.app.run.loop import Loop
+from areal_jax.app.run.own_site import build_own_loop, load_model, require_here
 from areal_jax.app.run.run import Run, RunContext, RunKind
 from areal_jax.config import default_config
 from areal_jax.models.decoder import Decoder
@@ -48,8 +49,8 @@ def measure(cells: Cells, *, tiny: bool) -> None:
     config, shape = _config(tiny), TINY if tiny else SHAPES['0.5b']
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder, 'run')
-        make_site = functools.partial(RandomSite, shape=shape)
-        kind: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, make_site, build_loop)
+        build = functools.partial(build_own_loop, load=functools.partial(_draw_model, shape=shape))
+        kind: RunKind[Loop] = RunKind(require_here, print_warnings, build)
         session = Run(kind, config, workdir, source='benchmarks/gpu_parts/run.py')
         cells.add('case', _describe(config, session))
         try:
@@ -74,21 +75,13 @@ def _keep_records(workdir: pathlib.Path, folder: pathlib.Path) -> None:
             shutil.copy(path, folder)
 
 
-class RandomSite(OwnSite):
-    """The site of a model with random weights of any shape, and a vocabulary that its tokenizer has a character for."""
-
-    def __init__(self, context: RunContext, shape: ModelConfig):
-        super().__init__(context)
-        self._shape = shape
-
-    def load_model(self) -> Model:
-        super().load_model()  # of the config's own vocabulary, for the fields that it reads
-        config, decoder = self._config, Decoder(self._shape)
-        known = characters(config.task.symbols)
-        others = (chr(code) for code in _codes(self._shape.vocab_size - 1 - len(known)))
-        tokenizer = CharacterTokenizer(known + ''.join(others))
-        self.model = Model(decoder, decoder.init(config.run.seed), tokenizer)
-        return self.model
+def _draw_model(context: RunContext, shape: ModelConfig) -> Model:
+    """Random weights of any shape, and a vocabulary that its tokenizer has a character for."""
+    load_model(context)  # of the config's own vocabulary, for the fields that it reads
+    decoder, known = Decoder(shape), characters(context.config.task.symbols)
+    others = (chr(code) for code in _codes(shape.vocab_size - 1 - len(known)))
+    tokenizer = CharacterTokenizer(known + ''.join(others))
+    return Model(decoder, decoder.init(context.config.run.seed), tokenizer)
 
 
 def _codes(count: int) -> list[int]:
@@ -135,11 +128,11 @@ def _config(tiny: bool) -> config_dict.ConfigDict:
     return config
 
 
-def _describe(config: config_dict.ConfigDict, session: Run[OwnSite, Loop]) -> dict[str, Any]:
+def _describe(config: config_dict.ConfigDict, session: Run[Loop]) -> dict[str, Any]:
     return {
         'parameters': session.site.model.decoder.parameter_count(),
         'attention': session.site.learner.attention,
-        'devices': session.site.allocation.describe(),
+        'devices': build_allocation(session.context.config).describe(),
         'config': {name: getattr(config, name).to_dict() for name in ('run', 'rollout', 'staleness', 'learner')},
     }
 

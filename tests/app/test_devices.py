@@ -33,7 +33,7 @@ def _decodes_with(engine, weights):
 def _assert_apart(session: LoopRun):
     """The learner, and weights and cache of every engine, are where the report says, and nowhere twice."""
     learner = _devices(session.site.learner.state.params) | _devices(session.site.learner.state.optimizer)
-    generating = session.program.parts.generation.engines
+    generating = session.program.parts.generation.rollout.engines
     engines = [(_devices(engine.params), _devices(engine.stream._state)) for engine in generating]
     assert learner == {0, 1, 2, 3}
     assert engines == [({4}, {4}), ({5}, {5})]
@@ -64,7 +64,7 @@ def test_learner_and_engines_on_devices_of_their_own(tmp_path):
     _assert_apart(session)
     _assert_trained(session, 10)
     final = to_host(session.site.learner.publish(10))
-    assert all(_decodes_with(engine, final) for engine in session.program.parts.generation.engines)
+    assert all(_decodes_with(engine, final) for engine in session.program.parts.generation.rollout.engines)
     # The host reads the sharded `gate` and `up` for the last checkpoint (weights and two moments) and for the checksum
     # in the report: 2 x 4 reads. Each of the 11 publications would add 2.
     assert 0 < reads.count(final['layers']['0']['mlp']['gate']['weight'].shape) <= 8
@@ -98,8 +98,8 @@ def _events(workdir: pathlib.Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize('fields', [{'publication__channel': 'files'}, {'staleness__schedule': 'fixed(2)'}])
 def test_files_and_earlier_versions_reach_every_engine(tmp_path, fields):
     run = SmallRun(tmp_path, run__steps=3, model__n_layers=1, cluster__engines='2 x tensor=1', **fields).train()
-    assert [_devices(engine.params) for engine in run.session.program.parts.generation.engines] == [{1}, {2}]
-    assert all(_decodes_with(engine, run.final) for engine in run.session.program.parts.generation.engines)
+    assert [_devices(engine.params) for engine in run.session.program.parts.generation.rollout.engines] == [{1}, {2}]
+    assert all(_decodes_with(engine, run.final) for engine in run.session.program.parts.generation.rollout.engines)
 
 
 def test_too_few_devices_are_refused_before_anything_is_made(tmp_path):

@@ -11,7 +11,7 @@ PAIRS = {'cluster__engines': '2 x tensor=2', 'run__steps': 2}
 @pytest.mark.slow
 def test_two_engines_over_two_devices_each_train(tmp_path):
     run = SmallRun(tmp_path, **PAIRS, model__n_heads=4, model__n_kv_heads=2).train()
-    assert run.session.site.allocation.describe() == {
+    assert run.report['devices'] == {
         'learner': [0],
         'engines': {'engine/0': [1, 2], 'engine/1': [3, 4]},
     }

@@ -21,7 +21,7 @@ import pytest
 import areal_jax
 from areal_jax.app import library
 from areal_jax.app.process.ending import CallerInterrupts
-from areal_jax.app.run.own_site import OwnSite
+from areal_jax.app.run import own_site
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
@@ -105,16 +105,16 @@ def fail(*args, **kwargs):
 
 
 def test_a_failed_run_keeps_no_weights_alive(tmp_path, monkeypatch):
-    sites = []
-    build = OwnSite.build_learner
-    monkeypatch.setattr(OwnSite, 'build_learner', lambda self, at: (sites.append(self.__dict__), build(self, at))[1])
+    learners = []
+    build = own_site.build_learner
+    monkeypatch.setattr(
+        own_site, 'build_learner', lambda *args, **kwargs: (learners.append(build(*args, **kwargs)), learners[-1])[1]
+    )
     monkeypatch.setattr(SpmdLearner, 'update', fail)
     with pytest.raises(RuntimeError, match='injected') as caught:
         areal_jax.train(small_config(run__steps=2), tmp_path)
-    [site] = sites
-    learner = site['learner']
-    sites.clear()
-    del site
+    [learner] = learners
+    learners.clear()
     gc.collect()
     holders = [holder for holder in gc.get_referrers(learner) if not isinstance(holder, types.FrameType)]
     assert caught.value  # is kept, as a notebook does
@@ -331,14 +331,14 @@ def test_a_workdir_that_is_a_file_is_refused(tmp_path):
 def test_a_second_run_at_the_same_time_is_refused(tmp_path, monkeypatch):
     errors = []
 
-    def call(self):
+    def call(*_):
         try:
             areal_jax.train(small_config(), tmp_path / 'second')
         except UserError as error:
             errors.append(str(error))
         raise RuntimeError('enough')
 
-    monkeypatch.setattr(OwnSite, 'load_model', call)
+    monkeypatch.setattr(own_site, 'build_model', call)
     with pytest.raises(RuntimeError, match='enough'):
         areal_jax.train(small_config(), tmp_path / 'first')
     assert 'another run of this process has not ended' in errors[0]

@@ -55,7 +55,7 @@ def test_a_run_with_a_channel_of_ones_own_equals_one_without(tmp_path):
     (tmp_path / 'channel.py').write_text(CHANNEL)
     spec = f'{tmp_path}/channel.py:build'
     run = SmallRun(tmp_path / 'own', publication__channel=spec)
-    channel = run.session.site.channel
+    channel = run.session.program.parts.generation.channel
     run.train()
     usual = SmallRun(tmp_path / 'usual').train()
     assert equal(run.final, usual.final)

@@ -92,7 +92,7 @@ def test_a_move_that_fails_at_any_step_is_made_again(tmp_path, moving, step):
     fields = moving | {'checkpoint__every': 1, 'run__steps': 4}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
     killed = SmallRun(tmp_path / 'killed', **fields)
-    moves = killed.session.program.parts.generation.moves
+    moves = killed.session.program.parts.generation.rollout.moves.site
     act, calls = getattr(moves, step), itertools.count(1)
 
     def fail(*args):

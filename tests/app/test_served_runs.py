@@ -14,16 +14,15 @@ from areal_jax.app.parts.host import EndedBy, Servers
 from areal_jax.app.parts.server_builder import build_server_settings, find_max_mismatch
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.run.loop import build_loop
-from areal_jax.app.run.own_site import OwnSite, require_here
-from areal_jax.app.run.run import LocalRollout, Run, RunKind
+from areal_jax.app.run import own_site
+from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.errors import ExitCode
 from areal_jax.lanes import LEARNER
 from areal_jax.report.aggregates import conservation
 from areal_jax.rollout.servers.keeper import MismatchWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.types import Work
+from areal_jax.types import PublishedWeights, Work
 from tests.app import small
 from tests.rollout.servers.local_server import LocalServer
 
@@ -44,50 +43,51 @@ class Joins:
         self._servers[1].bias = self._bias
 
 
-class ServedSite(OwnSite):
-    """Engines of this process behind ServerPool, under the virtual clock."""
+def build_served(context, monkeypatch, bad_draws, drift):
+    """Engines of this process behind ServerPool, under the virtual clock; the loop hears what one of servers hears."""
+    found, build_engines = {}, own_site.build_engines
 
-    def __init__(self, context, bad_draws, drift):
-        super().__init__(context)
-        self._bad_draws, self._drift, self.servers = bad_draws, drift, None
+    def load(context):
+        found['model'] = own_site.load_model(context)
+        return found['model']
 
-    def build_rollout(self, published, clock, log, supervisor):
-        config, learner = self._config, self.learner
-        engines = self.build_engines(published, clock, log)
+    def build_noted(*parts):
+        found['published'] = next(part for part in parts if isinstance(part, PublishedWeights))
+        return build_engines(*parts)
+
+    def build_pool(config, engines, clock, log, supervisor):
         clock.prices['score'] = 0.001
 
         async def score(version, prompt, answer):
-            return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
+            return await clock.run(LEARNER, lambda: found['learner'].score(version, prompt, answer), Work('score'))
 
-        probe_prompt = build_task(config, self.model.tokenizer).prompts('train', 0).draw().tokens
+        probe_prompt = build_task(config, found['model'].tokenizer).prompts('train', 0).draw().tokens
         pool = ServerPool(
             clock, log, supervisor, dataclasses.replace(build_server_settings(config, probe_prompt), **FAST),
-            published=published, score=score, on_no_server=pytest.fail,
+            published=found['published'], score=score, on_no_server=pytest.fail,
         )  # fmt: skip
-        joins = Joins(clock, pool, [LocalServer(engine, self._bad_draws) for engine in engines], self._drift)
+        joins = Joins(clock, pool, [LocalServer(engine, bad_draws) for engine in engines], drift)
         watch = MismatchWatch(find_max_mismatch(config), pool.quarantine)
-        self.servers = Servers(pool, joins, watch, EndedBy(pytest.fail))
-        return LocalRollout(engines, pool)
+        found['servers'] = Servers(pool, joins, watch, EndedBy(pytest.fail))
+        return pool
 
-
-def build_served(context, site):
-    """The loop of engines of this process, told what a loop of servers is told."""
-    loop = build_loop(context, site)
-    parts = loop.parts
-    parts.metrics.listeners.insert(0, site.servers.note_update)
-    loop.parts = dataclasses.replace(parts, generation=parts.generation._replace(servers=site.servers))
-    return loop
+    with monkeypatch.context() as patch:
+        patch.setattr(own_site, 'build_engines', build_noted)
+        patch.setattr(own_site, 'build_pool', build_pool)
+        site, loop = own_site.build_own_loop(context, load=load)
+    found['learner'], parts = site.learner, loop.parts
+    parts.metrics.listeners.insert(0, found['servers'].note_update)
+    loop.parts = dataclasses.replace(parts, generation=parts.generation._replace(servers=found['servers']))
+    return site, loop
 
 
 @pytest.fixture
-def train(tmp_path):
+def train(tmp_path, monkeypatch):
     """Trains with two servers; returns the run."""
 
     def run(bad_draws=(), drift=(10**9, 0.0), **fields):
-        kind = RunKind(
-            require_here, print_warnings, lambda context: ServedSite(context, bad_draws, drift), build_served
-        )
-        build = functools.partial(Run, kind)
+        build_loop = functools.partial(build_served, monkeypatch=monkeypatch, bad_draws=bad_draws, drift=drift)
+        build = functools.partial(Run, RunKind(own_site.require_here, print_warnings, build_loop))
         return small.SmallRun(tmp_path, build_run=build, cluster__engines='2 x shared', **fields).train()
 
     return run

@@ -133,7 +133,7 @@ def plain_synchronous_loop(workdir):
     session = SmallRun(workdir, **AT_ONCE).session
     session.program.parts.host.verifier.close()
     parts = session.program.parts
-    learner, backend, stream = parts.learner, parts.generation.engines[0]._backend, parts.controller._stream
+    learner, backend, stream = parts.learner, parts.generation.rollout.engines[0]._backend, parts.controller._stream
     sampling = parts.controller._groups._workflow._sampling
     for version in range(5):
         prompts = [stream.draw() for _ in range(2)]

@@ -14,6 +14,7 @@ import jax.monitoring
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from ml_collections import config_dict
 
+from areal_jax.app.parts.host import LearnerAround
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import find_sandbox_warnings
 from areal_jax.config.fields import ConfigError
@@ -22,7 +23,7 @@ from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.training import find_schedule_warnings
 from areal_jax.learning.programs import AHEAD
 from areal_jax.protocols import Learner
-from areal_jax.types import TrajectoryGroup, Weights
+from areal_jax.types import TrajectoryGroup
 
 _LEAST_NAME, _LEAST_S = 'jax_persistent_cache_min_compile_time_secs', 0.1
 EVENT = '/jax/core/compile/backend_compile_duration'
@@ -139,7 +140,7 @@ def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[s
 DIRECTORY = 'profile'
 
 
-class TracedLearner:
+class TracedLearner(LearnerAround):
     """A learner whose updates `first` to `last` are in one trace, with all that the process does meanwhile.
 
     The trace begins with the first of these updates that this attempt makes, and ends after the last one, or at `close`
@@ -147,7 +148,8 @@ class TracedLearner:
     """
 
     def __init__(self, learner: Learner, first: int, last: int, directory: pathlib.Path):
-        self._learner, self._first, self._last, self._directory = learner, first, last, directory
+        super().__init__(learner)
+        self._first, self._last, self._directory = first, last, directory
         self._recording = False
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
@@ -156,19 +158,10 @@ class TracedLearner:
         if self._first <= number <= self._last and not self._recording:
             self._start()
         with jax.profiler.StepTraceAnnotation('update', step_num=number):
-            metrics = self._learner.update(groups, version)
+            metrics = super().update(groups, version)
         if number == self._last:
             self.close()
         return metrics
-
-    def publish(self, version: int) -> Weights:
-        return self._learner.publish(version)
-
-    def save(self) -> Weights:
-        return self._learner.save()
-
-    def restore(self, saved: Weights) -> None:
-        self._learner.restore(saved)
 
     def close(self) -> None:
         """Writes the trace that is being recorded; nothing otherwise."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_jax.app.parts.channels import PlacedChannel
 from areal_jax.app.parts.compilations import print_passed_over
+from areal_jax.app.parts.host import EngineMoves
 from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines
@@ -24,7 +25,6 @@ from areal_jax.lanes import engine_lane, short_name
 from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
-from areal_jax.protocols import RolloutEngine
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.decode_weights import PreparedWeights, share_prepared
@@ -230,7 +230,7 @@ def restore_ring(ring: VersionRing, channel: PlacedChannel, saved: Mapping[str, 
 Fetch = Callable[[PublishedWeights], PreparedWeights]
 
 
-class DeviceMoves:
+class DeviceMoves(EngineMoves):
     """Implements control.device_site.DeviceSite for a learner and engines of this process.
 
     Args:
@@ -251,8 +251,9 @@ class DeviceMoves:
         weights: PreparedWeights,
         backends: Mapping[EngineDevices, JaxDecodeBackend],
     ):
+        super().__init__(supervisor)
         self._config, self._decoder, self._learner, self._channel = config, decoder, learner, channel
-        self._clock, self._log, self._supervisor = clock, log, supervisor
+        self._clock, self._log = clock, log
         self._weights = jax.tree.map(_describe, weights)
         self._each = len(next(iter(backends)))  # devices of an engine whose weights have these shapes
         self._prepared = {devices: self._bind(devices, backend) for devices, backend in backends.items()}
@@ -287,14 +288,6 @@ class DeviceMoves:
         return build_engine(
             self._config, index, backend, self._clock, self._log, fetch=fetch, published=published
         )  # fmt: skip
-
-    def start_engine(self, engine: RolloutEngine) -> None:
-        assert isinstance(engine, LocalEngine)
-        engine.start(self._supervisor)
-
-    def stop_engine(self, engine: RolloutEngine) -> None:
-        assert isinstance(engine, LocalEngine)
-        engine.stop()
 
     def _bind(self, devices: EngineDevices, backend: JaxDecodeBackend) -> tuple[JaxDecodeBackend, Fetch]:
         return backend, bind_fetch(self._channel, place_of(self._config, self._decoder, devices), backend)

@@ -30,6 +30,7 @@ from areal_jax.installation import describe_install
 from areal_jax.lanes import LEARNER, engine_lane
 from areal_jax.plugins import is_own
 from areal_jax.protocols import RolloutEngine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.keeper import MismatchWatch
@@ -38,6 +39,7 @@ from areal_jax.telemetry.energy_accounting import EnergyAccount
 from areal_jax.telemetry.energy_meters import POWERCAP, DeviceSet, Meter, MeterError, RaplMeter, open_nvml
 from areal_jax.telemetry.metrics import Line
 from areal_jax.telemetry.trackers import FIELD, TRACKERS, TrackedRun, Tracker, TrackerFeed, read_token
+from areal_jax.types import TrajectoryGroup, Weights
 
 if TYPE_CHECKING:
     from areal_jax.sharding.rules import Allocation
@@ -113,6 +115,43 @@ def build_pool(
         engines, clock, log, supervisor, build_requirements(config),
         slow_versions=rollout.slow_versions, spare_slots=rollout.slots if rollout.slow_engines == 'spare' else 0,
     )  # fmt: skip
+
+
+class EngineMoves:
+    """The part of control.reallocation.DeviceSite that is the same for all engines of this process."""
+
+    def __init__(self, supervisor: Supervisor):
+        self._supervisor = supervisor
+
+    def start_engine(self, engine: RolloutEngine) -> None:
+        assert isinstance(engine, LocalEngine)
+        engine.start(self._supervisor)
+
+    def stop_engine(self, engine: RolloutEngine) -> None:
+        assert isinstance(engine, LocalEngine)
+        engine.stop()
+
+
+# A learner whose updates do something beside: what all such learners share.
+
+
+class LearnerAround:
+    """A learner around another one; see protocols.Learner."""
+
+    def __init__(self, learner: protocols.Learner):
+        self._learner = learner
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+        return self._learner.update(groups, version)
+
+    def publish(self, version: int) -> Weights:
+        return self._learner.publish(version)
+
+    def save(self) -> Weights:
+        return self._learner.save()
+
+    def restore(self, saved: Weights) -> None:
+        self._learner.restore(saved)
 
 
 # The servers of a run: their pool, and what the session tells it. server_builder.py makes it, which needs aiohttp.

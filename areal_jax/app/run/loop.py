@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from areal_jax.app.parts import part_settings as build
@@ -24,17 +24,27 @@ from areal_jax.app.parts.workflow_builder import (
     build_frictions,
     build_training_workflow,
     load_workflow,
-    require_tools_shown,
 )
 from areal_jax.app.run.observer import UNDER_WAY, Scores, StepObserver, build_beside, evaluation_row, restore_rows
 from areal_jax.app.run.reports import alone_seconds
-from areal_jax.app.run.run import Checkpoint, LoopSite, ModelText, RunContext, RunLearner, State, keep_rollouts
+from areal_jax.app.run.run import (
+    Built,
+    Checkpoint,
+    LoopSite,
+    ModelText,
+    Rollout,
+    RunContext,
+    RunLearner,
+    Site,
+    State,
+    keep_rollouts,
+)
+from areal_jax.app.workdir.environment import hardware, read_environment
 from areal_jax.app.workdir.records import note_start
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError, decode_run_state, encode_run_state
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import find_sandbox_warnings
-from areal_jax.config.generation import uses_servers
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method
 from areal_jax.control.clocks.loop import LoopClock
@@ -43,15 +53,14 @@ from areal_jax.control.controller import Controller, HostState
 from areal_jax.control.event_writer import EventLog, truncate_events
 from areal_jax.control.frictions import Disturbances
 from areal_jax.control.lock_step import VersionRing
-from areal_jax.control.reallocation import DeviceSite, Reallocation
+from areal_jax.control.reallocation import Reallocation
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
-from areal_jax.protocols import Channel, Pool
+from areal_jax.protocols import Channel
 from areal_jax.report.event_log import lane_intervals, load_events, window
 from areal_jax.report.report import write_report
-from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool as LocalPool
 from areal_jax.simulation.drawn_task import DrawnVerifier
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
@@ -105,6 +114,7 @@ def _segments(state: HostState) -> Iterator[Segment]:
 
 
 LoopVerifier: TypeAlias = ProcessVerifier | InlineVerifier | DrawnVerifier
+_RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
@@ -120,6 +130,9 @@ class Outside:
     load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
     build_verifier: Callable[..., LoopVerifier] | None = None  # of the clock and what task_builder.build_verifier takes
     build_servers: Callable[..., Servers] | None = None  # as server_builder.build_servers
+
+
+IN_THE_WORLD = Outside()
 
 
 class Origin(NamedTuple):
@@ -157,9 +170,7 @@ class Generation(NamedTuple):
     channel: Channel
     ring: VersionRing | None  # earlier versions, of a schedule in lock-step
     newest: PublishedWeights
-    pool: Pool
-    engines: Sequence[LocalEngine] = ()  # in this process
-    moves: DeviceSite | None = None  # of devices in this process
+    rollout: Rollout
     servers: Servers | None = None
 
 
@@ -177,6 +188,7 @@ class LoopParts:
 
     host: Host
     learner: RunLearner
+    place: LoopSite
     generation: Generation
     metrics: MetricsWriter
     observer: StepObserver
@@ -185,59 +197,69 @@ class LoopParts:
     controller: Controller
 
 
-def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopParts | None:
-    """None for a resumed run that has finished: it has its learner only, whose processes wait for the end."""
-    host = _build_host(context, site, outside)
-    if host is None:
-        return None
-    learner = site.build_learner(host.origin.checkpoint)
-    host.verifier.start()
-    if host.verifier_beside is not None:
-        host.verifier_beside.start()
-    rates = site.find_rates()
-    generation = _build_generation(
-        context, site, host, learner, lambda: controller.stop_requested.set(), outside.build_servers
-    )
-    metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
-    if generation.servers is not None:
-        metrics.listeners.append(generation.servers.note_update)
-    energy = build_energy(host.config, site.find_devices)
-    if energy:
-        context.own(energy)
-    observer = StepObserver(
-        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates, energy
-    )
-    host.log.listeners.append(observer.on_event)
-    sampling = build.build_sampling(host.config, host.model.tokenizer)
-    evaluations = _build_evaluations(context, host, generation, observer, sampling)
-    reallocation = _build_reallocation(site, host, generation, observer)
-    rollouts = None
-    if outside.build_task is None:  # a simulation says nothing
-        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
-    controller = _build_controller(
-        context, site, host, learner, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
-    )
-    if host.origin.snapshot:
-        controller.restore(host.origin.snapshot)
-        observer.restore(host.origin.snapshot['observer'])
-    if evaluations.beside:
-        restore_rows(context.workdir, host.scores, observer)
-    return LoopParts(host, learner, generation, metrics, observer, evaluations, reallocation, controller)
-
-
-def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host | None:
+def build_loop(
+    context: RunContext,
+    model: ModelText,
+    build_site: Callable[[Checkpoint | None], Site[RunLearner]],
+    outside: Outside = IN_THE_WORLD,
+) -> Built[Loop]:
+    """Builds site and loop; of a resumed run that has finished the site alone, whose processes wait for the end."""
     config = context.config
-    if outside.load_workflow is None:
-        require_tools_shown(config)
-    model = site.load_model()
     context.start.begin(f'preparing task {config.task.name}')
     task = (outside.build_task or build_task)(config, model.tokenizer)
     workflow_of = (outside.load_workflow or load_workflow)(config, model.tokenizer)
     origin = _find_origin(context)
     scores = Scores(context.workdir, resume=context.resume, step=origin.version)
     if context.finished is not None:
-        site.build_learner(origin.checkpoint)
-        return None
+        return build_site(origin.checkpoint), None
+    host = _build_host(context, origin, model, task, workflow_of, scores, outside)
+    site = build_site(origin.checkpoint)
+    loop = Loop(context, site, _build_parts(context, site, host, outside))
+    context.require_all_read()
+    return site, loop
+
+
+def _build_parts(context: RunContext, site: Site[RunLearner], host: Host, outside: Outside) -> LoopParts:
+    host.verifier.start()
+    if host.verifier_beside is not None:
+        host.verifier_beside.start()
+    place = site.open_loop()
+    generation = _build_generation(
+        context, place, host, site.learner, lambda: controller.stop_requested.set(), outside.build_servers
+    )
+    metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
+    if generation.servers is not None:
+        metrics.listeners.append(generation.servers.note_update)
+    energy = build_energy(host.config, place.find_devices)
+    if energy:
+        context.own(energy)
+    observer = StepObserver(
+        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, place.rates,
+        energy,
+    )  # fmt: skip
+    host.log.listeners.append(observer.on_event)
+    sampling = build.build_sampling(host.config, host.model.tokenizer)
+    evaluations = _build_evaluations(context, host, generation, observer, sampling)
+    reallocation = _build_reallocation(host, generation, observer)
+    rollouts = None
+    if outside.build_task is None:  # a simulation says nothing
+        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
+    controller = _build_controller(
+        context, site, host, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
+    )
+    if host.origin.snapshot:
+        controller.restore(host.origin.snapshot)
+        observer.restore(host.origin.snapshot['observer'])
+    if evaluations.beside:
+        restore_rows(context.workdir, host.scores, observer)
+    return LoopParts(host, site.learner, place, generation, metrics, observer, evaluations, reallocation, controller)
+
+
+def _build_host(
+    context: RunContext, origin: Origin, model: ModelText, task: Task,
+    workflow_of: Callable[[LoopClock], WorkflowFactory], scores: Scores, outside: Outside,
+) -> Host:  # fmt: skip
+    config = context.config
     snapshot = origin.snapshot or {'clock_s': 0.0, 'next_seq': 0, 'next_run': 0}
     truncate_events(context.workdir / EVENTS, snapshot['next_seq'])
     log = context.own(EventLog(context.workdir / EVENTS, snapshot['next_seq'], snapshot['next_run']))
@@ -296,15 +318,14 @@ def _build_progress(host: Host) -> Progress | None:
 
 def _build_generation(
     context: RunContext,
-    site: LoopSite,
+    place: LoopSite,
     host: Host,
     learner: RunLearner,
     stop: Callable[[], None],
     build_servers: Callable[..., Servers] | None,
 ) -> Generation:
     version, checkpoint, snapshot = host.origin
-    channel = site.build_channel()
-    local = site.engine_site
+    channel, local = place.channel, place.local
     ring = None if local is None else build.build_ring(host.config, local.copy_version)
     if local is not None and ring and checkpoint:
         local.restore_ring(ring, checkpoint.arrays[_RING])
@@ -312,18 +333,18 @@ def _build_generation(
     if ring:
         ring.add(published)
         published = ring.in_use(snapshot['generated_update'] if snapshot else None)
-    if local is not None and not uses_servers(host.config):
-        rollout = local.build_rollout(published, host.clock, host.log, host.supervisor)
+    if local is not None:
+        rollout = local.build(published, host.clock, host.log, host.supervisor)
         if ring is None:
             channel.release(version)  # all engines have it
-        return Generation(channel, ring, newest, rollout.pool, rollout.engines, rollout.moves)
+        return Generation(channel, ring, newest, rollout)
 
     servers = (build_servers or _import_server_builder())(
         host.config, host.clock, host.log, host.supervisor,
         workdir=context.workdir, learner=learner, vocab_size=host.model.vocab_size, published=published,
         probe_prompt=host.task.prompts('train', host.config.run.seed).draw().tokens, stop=stop,
     )  # fmt: skip
-    return Generation(channel, ring, newest, servers.whole, servers=servers)
+    return Generation(channel, ring, newest, Rollout(servers.whole), servers)
 
 
 def _import_server_builder() -> Callable[..., Servers]:
@@ -334,9 +355,8 @@ def _import_server_builder() -> Callable[..., Servers]:
 
 def _build_controller(
     context: RunContext,
-    site: LoopSite,
+    site: Site[RunLearner],
     host: Host,
-    learner: RunLearner,
     rollouts: RolloutWriter | None,
     generation: Generation,
     metrics: MetricsWriter,
@@ -345,7 +365,8 @@ def _build_controller(
     sampling: SamplingParams,
     reallocation: Reallocation | None,
 ) -> Controller:
-    config, beside = host.config, evaluations.beside
+    config, learner, beside = host.config, site.learner, evaluations.beside
+    pool = generation.rollout.pool
     frictions = build_frictions(config, host.model.vocab_size)
     if frictions:
         announce(frictions)
@@ -369,12 +390,12 @@ def _build_controller(
         log=host.log,
         supervisor=host.supervisor,
         stream=build_stream(config, host.task),
-        pool=generation.pool,
+        pool=pool,
         workflow=build_training_workflow(
-            host.make_workflow, frictions, generation.pool, sampling, build.build_sampling_seed(config)
+            host.make_workflow, frictions, pool, sampling, build.build_sampling_seed(config)
         ),
         verifier=host.verifier,
-        learner=keep_rollouts(site.trace(), learner.read_tokens, rollouts),
+        learner=keep_rollouts(site.trace(learner), learner.read_tokens, rollouts),
         channel=generation.channel,
         gate=build.build_gate(config),
         group_filter=build.build_group_filter(config),
@@ -389,19 +410,17 @@ def _build_controller(
     )
 
 
-def _build_reallocation(
-    site: LoopSite, host: Host, generation: Generation, observer: StepObserver
-) -> Reallocation | None:
-    local, moves = site.engine_site, generation.moves
-    if local is None or local.split is None or moves is None:
+def _build_reallocation(host: Host, generation: Generation, observer: StepObserver) -> Reallocation | None:
+    rollout = generation.rollout
+    if (moves := rollout.moves) is None:
         return None
-    assert isinstance(generation.pool, LocalPool)
-    backend = generation.engines[0].stream.backend
+    assert isinstance(rollout.pool, LocalPool)
+    backend = rollout.engines[0].stream.backend
     return Reallocation(
         host.clock, host.log, host.supervisor,
-        pool=generation.pool, site=moves, choice=build.build_choice(host.config), split=local.split,
+        pool=rollout.pool, site=moves.site, choice=build.build_choice(host.config), split=moves.split,
         published=generation.newest, slots=backend.slots, cache_tokens=backend.cache_blocks * backend.block_tokens,
-        on_moved=lambda split: observer.set_rates(local.note_split(split)),
+        on_moved=lambda split: observer.set_rates(moves.rates_of(split)),
     )  # fmt: skip
 
 
@@ -426,7 +445,7 @@ def _build_evaluations(
     )
     evaluator = make_evaluator(
         problems=problems,
-        pool=generation.pool,
+        pool=generation.rollout.pool,
         verifier=host.verifier,
         samples=config.evaluation.samples,
         announce=context.start.count_answers,
@@ -436,7 +455,7 @@ def _build_evaluations(
     servers = generation.servers
     beside = build_beside(
         config,
-        pool=generation.pool,
+        pool=generation.rollout.pool,
         clock=host.clock,
         supervisor=host.supervisor,
         log=host.log,
@@ -454,36 +473,20 @@ def _build_evaluations(
 # The program of the asynchronous loop: warm up, evaluate, loop, evaluate, report. Nothing here imports jax.
 
 
-_RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
-_IN_THE_WORLD = Outside()
-
-
-def build_loop(context: RunContext, site: LoopSite, outside: Outside = _IN_THE_WORLD) -> Loop | None:
-    """None for a resumed run that has finished."""
-    parts = build_parts(context, site, outside)
-    if parts is None:
-        return None
-    loop = Loop(context, site, parts)
-    context.require_all_read()
-    return loop
-
-
 class Loop:
     """See run.Program."""
 
-    def __init__(self, context: RunContext, site: LoopSite, parts: LoopParts):
+    def __init__(self, context: RunContext, site: Site[RunLearner], parts: LoopParts):
         self.parts, self._context, self._site = parts, context, site
         self._plots = context.config.telemetry.plots
         self._compilation_budget = context.config.run.compilation_budget
 
     def run(self) -> bool:
-        parts, site = self.parts, self._site
+        parts = self.parts
         host, clock = parts.host, parts.host.clock
         try:
-            note_start(
-                self._context.workdir, host.first_seq, host.config, host.model.source, host.sandbox,
-                site.read_environment(),
-            )  # fmt: skip
+            environment = read_environment(self._site.devices)
+            note_start(self._context.workdir, host.first_seq, host.config, host.model.source, host.sandbox, environment)
             self.warm_up()
             if isinstance(clock, RealClock):
                 clock.restart()
@@ -501,10 +504,11 @@ class Loop:
     def warm_up(self) -> None:
         """Compiles what the run needs first."""
         parts, began = self.parts, time.monotonic()
-        programs = self._site.compile(parts.generation.engines, parts.host.origin.version)
-        if parts.reallocation and parts.generation.moves:
+        rollout = parts.generation.rollout
+        programs = parts.place.compile(rollout.compile)
+        if parts.reallocation and rollout.moves:
             for split in parts.reallocation.prepared:  # before the run was stopped
-                parts.generation.moves.prepare(split)
+                rollout.moves.site.prepare(split)
         self._context.start.end()
         self._site.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
@@ -520,7 +524,7 @@ class Loop:
     async def _program(self) -> bool:
         parts = self.parts
         controller, beside = parts.controller, parts.evaluations.beside
-        for engine in parts.generation.engines:
+        for engine in parts.generation.rollout.engines:
             engine.start(parts.host.supervisor)
         if parts.generation.servers is not None:
             parts.generation.servers.start(parts.host.supervisor)
@@ -528,7 +532,8 @@ class Loop:
         if parts.host.origin.version == 0:
             if not await self._evaluate('before') or controller.stop_requested.is_set():
                 return False  # nothing is trained: --resume begins at update 0 without a checkpoint too
-            await self._site.finish_compiling(parts.host.clock)
+            if parts.place.finish_compiling:
+                await parts.place.finish_compiling(parts.host.clock)
         elif beside:
             finished = [row.version for row in parts.host.scores.curve]
             beside.resume(parts.generation.newest, parts.evaluations.under_way, finished)
@@ -549,7 +554,7 @@ class Loop:
 
         A run that goes on waits for those that were lost no longer than _RETURN_S: they may join later.
         """
-        of_training, beside = self._site.awaited_engines, self._site.awaited_beside
+        of_training, beside = self.parts.place.awaited_engines, self.parts.place.awaited_beside
         deadline_s = self._context.config.run.stall_timeout_s
         patience_s = _RETURN_S if self.parts.host.origin.version else math.inf
         if not (wanted := of_training + beside):
@@ -585,15 +590,15 @@ class Loop:
         return evaluation_row(self.parts.host.scores.get(phase), steps)
 
     def report(self) -> tuple[Report, Tree]:
-        parts, site, context = self.parts, self._site, self._context
+        parts, place, context = self.parts, self.parts.place, self._context
         context.resources.stop()  # the report is not part of what is measured
         config, clock, tokenizer = context.config, parts.host.clock, parts.host.model.tokenizer
         events = load_events(context.workdir / EVENTS)
-        weights, digest = site.find_final_weights()
-        hardware = site.find_hardware()
+        weights, digest = place.find_final_weights()
+        computes_on = hardware(self._site.devices)
         facts = RunFacts(
-            **context.describe(hardware),
-            compilations=site.compilations.count,
+            **context.describe(computes_on),
+            compilations=self._site.compilations.count,
             eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,
             schedule=config.staleness.schedule,
             clock=config.run.clock,
@@ -608,13 +613,13 @@ class Loop:
             weights_sha256=digest,
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if context.resume else parts.observer.cpu_seconds_in_window,
-            cores=hardware['cores'],
-            **site.describe_engines(),
+            cores=computes_on['cores'],
+            kv_cache_bytes=parts.generation.rollout.cache_bytes,
+            **place.describe_engines(parts.reallocation.split if parts.reallocation else None),
             problems=parts.host.task.sizes(),
             energy=parts.observer.energy.facts() if parts.observer.energy else None,
-            simulation=site.describe_simulation(),
         )
         facts.save(context.workdir)
         report = write_report(context.workdir, facts, plots=self._plots, events=events)
-        site.close_learner()
+        place.close_learner()
         return report, weights

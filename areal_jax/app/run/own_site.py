@@ -1,4 +1,4 @@
-"""The site of a learner in this process: its model, its programs, its engines, and the export of its weights."""
+"""A run whose learner is in this process: its model, its programs, its engines, and the export of its weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import concurrent.futures
 import functools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -35,22 +35,28 @@ from areal_jax.app.parts.engines import (
     describe_caches,
     restore_ring,
 )
-from areal_jax.app.parts.host import UsedDevices, build_pool, list_devices
+from areal_jax.app.parts.host import build_pool, list_devices
 from areal_jax.app.parts.learner_builder import build_learner, build_objective, require_finite_weights
 from areal_jax.app.parts.sizes import measure_parts, require_room
+from areal_jax.app.parts.workflow_builder import require_tools_shown
+from areal_jax.app.run.loop import IN_THE_WORLD, Loop, Outside, build_loop
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run import (
+    BuildRollout,
+    Built,
     Checkpoint,
     EngineFacts,
-    EngineSite,
-    LocalRollout,
+    LocalEngines,
+    LoopSite,
+    Moves,
+    Rollout,
     RunContext,
+    Site,
     find_split,
     require_sound,
+    restore_learner,
 )
-from areal_jax.app.workdir.environment import Environment, Hardware, hardware, read_environment
-from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
-from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.app.workdir.run_directory import describe_unexported, note_weights
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_learner
 from areal_jax.config.declarations import require_no_simulation
@@ -59,7 +65,6 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import list_splits, replace_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.handshake import digest_config
@@ -76,10 +81,9 @@ from areal_jax.protocols import Learner
 from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.publication.record_channel import RecordChannel
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
-from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.sharding.rules import Allocation, EngineDevices, is_shared
+from areal_jax.sharding.rules import Allocation, is_shared
 from areal_jax.telemetry.devices import DeviceRates
+from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights, Tree, Work
 
 OwnLearner = SpmdLearner | CommandLeader
@@ -94,223 +98,222 @@ def require_here(config: config_dict.ConfigDict) -> None:
         require_room(replace_split(config, split))
 
 
-class OwnSite:
-    """See site.LoopSite."""
+def count_compilations(context: RunContext) -> Compilations:
+    """Keeps compiled programs in run.compilation_cache, and counts them, until the run is closed."""
+    context.parts.enter_context(use_compilation_cache(context.config))
+    return context.parts.enter_context(CompilationCounter())
 
-    awaited_engines = awaited_beside = 0
-    allocation: Allocation
-    model: Model
-    learner: OwnLearner
-    channel: PlacedChannel
-    split: DeviceSplit | None  # in use; None: devices do not move
 
-    def __init__(self, context: RunContext):
-        context.parts.enter_context(use_compilation_cache(context.config))
-        self.engine_site: EngineSite | None = self
-        self.compilations: Compilations = context.parts.enter_context(CompilationCounter())
-        self._context, self._config = context, context.config
-        self._backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
-        self._evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
+def load_model(context: RunContext) -> Model:
+    """Loads the weights that the run begins from, and notes them in the workdir."""
+    context.start.begin(describe_loading(context.config))
+    model = build_model(context.config, context.start.count_bytes)
+    note_weights(context.workdir, model.source, resume=context.resume)
+    return model
 
-    def load_model(self) -> Model:
-        context = self._context
-        context.start.begin(describe_loading(self._config))
-        self.model = build_model(self._config, context.start.count_bytes)
-        note_weights(context.workdir, self.model.source, resume=context.resume)
-        self._exports = self._config.run.export
-        self._export_dtype = self._config.run.export_dtype if self._exports else ''
-        return self.model
 
-    def build_learner(self, checkpoint: Checkpoint | None) -> OwnLearner:
-        """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
-        config, context, model = self._config, self._context, self.model
-        context.start.begin('building the learner')
-        # processes that compile a program for all of them do so at the same time, at a command
-        ahead = context.finished is None and parse_learner(config.cluster.learner).processes == 1
-        self.split = find_split(config, checkpoint)
-        moves = self.split is not None
-        mesh = build.build_allocation(config, self.split).learner if moves else build.build_mesh(config)
-        own = build_learner(config, model, mesh, compile_ahead=ahead, moves=moves)
-        context.parts.callback(own.close, wait=not context.ends_process())
-        if not self._trains_later(0 if checkpoint is None else checkpoint.step):
-            own.begin_compiling()
-        print_passed_over('learner.attention', own.passed_over)
-        own.announce = functools.partial(context.start.count_programs, of='learner')
-        leader = lead(config, own, context.workdir)
-        self.learner = learner = leader if leader is own else context.own(leader)
-        model.params = None  # the learner has its copy
-        require_finite_weights(config, learner, model)
-        if checkpoint is None or context.finished is not None:
-            return learner
-        try:
-            learner.restore(checkpoint.of_learner)
-        except NonFiniteError as error:
-            raise CheckpointError(f'{context.workdir / CHECKPOINTS}: {error}') from error
-        except ValueError as error:
-            raise CheckpointError(f'{context.workdir / CHECKPOINTS} is of another model: {error}') from error
+def build_own_loop(
+    context: RunContext, outside: Outside = IN_THE_WORLD, load: Callable[[RunContext], Model] = load_model
+) -> Built[Loop]:
+    """Builds a run of the asynchronous loop from the weights that `load` returns."""
+    compilations = count_compilations(context)
+    require_tools_shown(context.config)
+    model = load(context)
+    return build_loop(context, model, functools.partial(build_own_site, context, compilations, model), outside)
+
+
+def build_own_site(
+    context: RunContext, compilations: Compilations, model: Model, checkpoint: Checkpoint | None
+) -> Site[OwnLearner]:
+    """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
+    config = context.config
+    context.start.begin('building the learner')
+    split, trains_later = find_split(config, checkpoint), _trains_later(config, checkpoint)
+    learner = _build_learner(context, model, split, begins=not trains_later)
+    restore_learner(context, learner, checkpoint, NonFiniteError, ValueError)
+    dtype = config.run.export_dtype if config.run.export else ''
+    return Site(
+        model, learner, compilations,
+        functools.partial(_open_loop, context, model, learner, split, trains_later=trains_later),
+        trace=functools.partial(_trace, context),
+        export=functools.partial(_export, context, model, dtype),
+        complete_export=functools.partial(_complete_export, context, dtype),
+    )  # fmt: skip
+
+
+def _trains_later(config: TrackedConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether the learner's programs are compiled after others that an evaluation needs first."""
+    if not find_objective(config.loss.objective).generates:
+        return False
+    is_alone = parse_learner(config.cluster.learner).processes == 1 and not uses_servers(config)
+    is_new = checkpoint is None or checkpoint.step == 0
+    return is_alone and is_new and config.evaluation.problems > 0
+
+
+def _build_learner(context: RunContext, model: Model, split: DeviceSplit | None, *, begins: bool) -> OwnLearner:
+    """With the model's weights; `begins`: it compiles from now on."""
+    config = context.config
+    # processes that compile a program for all of them do so at the same time, at a command
+    ahead = context.finished is None and parse_learner(config.cluster.learner).processes == 1
+    moves = split is not None
+    mesh = build.build_allocation(config, split).learner if moves else build.build_mesh(config)
+    own = build_learner(config, model, mesh, compile_ahead=ahead, moves=moves)
+    context.parts.callback(own.close, wait=not context.ends_process())
+    if begins:
+        own.begin_compiling()
+    print_passed_over('learner.attention', own.passed_over)
+    own.announce = functools.partial(context.start.count_programs, of='learner')
+    leader = lead(config, own, context.workdir)
+    learner: OwnLearner = leader if leader is own else context.own(leader)
+    model.params = None  # the learner has its copy
+    require_finite_weights(config, learner, model)
+    return learner
+
+
+def _trace(context: RunContext, learner: Learner) -> Learner:
+    steps = context.config.telemetry.profile_steps
+    if not steps:
         return learner
+    return context.own(TracedLearner(learner, steps[0], steps[-1], context.workdir / DIRECTORY))
 
-    def trace(self) -> Learner:
-        steps = self._config.telemetry.profile_steps
-        if not steps:
-            return self.learner
-        return self._context.own(TracedLearner(self.learner, steps[0], steps[-1], self._context.workdir / DIRECTORY))
 
-    def find_hardware(self) -> Hardware:
-        return hardware()
+# The loop.
 
-    # The loop.
 
-    def find_rates(self) -> DeviceRates:
-        self.allocation = build.build_allocation(self._config, self.split)
-        return build.build_device_rates(self._config, self.allocation)
+def _open_loop(
+    context: RunContext, model: Model, learner: OwnLearner, split: DeviceSplit | None, *, trains_later: bool
+) -> LoopSite:
+    config, start = context.config, context.start
+    allocation, rates = build.build_allocation(config, split), _find_rates(config, split)
+    channel = build_channel(ChannelParts(config, context.workdir, model, allocation, learner.writers))
+    if isinstance(channel, RecordChannel):
+        context.own(channel)
+    is_served = uses_servers(config)
+    local = LocalEngines(
+        _prepare_rollout(context, model, learner, split, allocation, channel),
+        copy_version=lambda published: jax.device_get(channel.receive(published)),
+        restore_ring=lambda ring, saved: restore_ring(ring, channel, saved),
+    )
+    return LoopSite(
+        channel, rates,
+        functools.partial(_compile_generation if trains_later else _compile, start, learner),
+        functools.partial(_describe_engines, config, learner),
+        None if is_served else local,
+        functools.partial(_finish_compiling, start, learner) if trains_later else None,
+        find_devices=lambda: None if is_served else list_devices(allocation, jax.process_index()),
+        find_final_weights=functools.partial(_find_final_weights, learner, channel, config.run.steps),
+    )  # fmt: skip
 
-    def find_devices(self) -> UsedDevices | None:
-        return None if uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
 
-    def note_split(self, split: DeviceSplit) -> DeviceRates:
-        """Devices were moved: the rates from now on."""
-        self.split = split
-        return self.find_rates()
+def _find_rates(config: TrackedConfig, split: DeviceSplit | None) -> DeviceRates:
+    return build.build_device_rates(config, build.build_allocation(config, split))
 
-    def build_channel(self) -> PlacedChannel:
-        parts = ChannelParts(self._config, self._context.workdir, self.model, self.allocation, self.learner.writers)
-        self.channel = build_channel(parts)
-        if isinstance(self.channel, RecordChannel):
-            self._context.own(self.channel)
-        return self.channel
 
-    def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
-        restore_ring(ring, self.channel, saved)
+def _prepare_rollout(
+    context: RunContext, model: Model, learner: OwnLearner, split: DeviceSplit | None, allocation: Allocation,
+    channel: PlacedChannel,
+) -> BuildRollout:  # fmt: skip
+    """Returns what builds the engines of this process with a version."""
+    config, decoder, start = context.config, model.decoder, context.start
 
-    def build_rollout(
-        self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
-    ) -> LocalRollout:
-        engines = self.build_engines(published, clock, log)
-        pool = build_pool(self._config, engines, clock, log, supervisor)
-        if self.split is None:
-            return LocalRollout(engines, pool)
-        assert isinstance(self.learner, MovingLearner)
-        moves = DeviceMoves(
-            self._config, self.model.decoder, self.learner, self.channel, clock, log, supervisor,
-            weights=engines[0].params, backends=self._backends,
-        )  # fmt: skip
-        return LocalRollout(engines, pool, moves)
+    def build_rollout(published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor) -> Rollout:
+        backends = build_backends(config, decoder, allocation)
+        evaluating = build_evaluation_backends(config, decoder, allocation)
+        start.begin(f'building the engines; {describe_caches(backends, evaluating)}')
+        engines = build_engines(config, decoder, allocation, backends, evaluating, channel, published, clock, log)
+        pool = build_pool(config, engines, clock, log, supervisor)
+        moves = None
+        if split is not None:
+            assert isinstance(learner, MovingLearner)
+            site = DeviceMoves(
+                config, decoder, learner, channel, clock, log, supervisor, weights=engines[0].params, backends=backends
+            )
+            moves = Moves(site, split, functools.partial(_find_rates, config))
+        kinds = {'engines': backends, 'evaluation': evaluating}
+        compile_all = functools.partial(compile_engines, engines, allocation, kinds, start)
+        return Rollout(pool, engines, compile_all, next(iter(backends.values())).state_bytes, moves)
 
-    def build_engines(self, published: PublishedWeights, clock: LoopClock, log: EventLog) -> list[LocalEngine]:
-        """The engines of this process with the weights `published`."""
-        config, decoder = self._config, self.model.decoder
-        self._backends = build_backends(config, decoder, self.allocation)
-        self._evaluation_backends = build_evaluation_backends(config, decoder, self.allocation)
-        backends = self._backends, self._evaluation_backends
-        self._context.start.begin(f'building the engines; {describe_caches(*backends)}')
-        return build_engines(config, decoder, self.allocation, *backends, self.channel, published, clock, log)
+    return build_rollout
 
-    def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
-        """Compiles what trains and what generates side by side: XLA compiles a program on one core for the most part.
 
-        The learner's programs are compiled on a thread of their own, in order; followers do the same.
-        Where an evaluation comes before training, they are compiled beside it.
-        """
-        start = self._context.start
-        backends = {'engines': self._backends, 'evaluation': self._evaluation_backends}
-        if self._trains_later(version):
-            start.begin('compiling what generates:')
-            generated = compile_engines(engines, self.allocation, backends, start)
-            assert isinstance(self.learner, SpmdLearner)
-            self.learner.wait_traced()  # tracing would hold up the loop
-            self.learner.begin_compiling()
-            return generated
-        start.begin('compiling what trains and generates:')
-        with concurrent.futures.ThreadPoolExecutor(1, AHEAD) as ahead:
-            trained = ahead.submit(self.learner.warm_up)
-            generated = compile_engines(engines, self.allocation, backends, start)
-            return trained.result() + generated
+def _compile(start: StartProgress, learner: OwnLearner, compile_rollout: Callable[[], int]) -> int:
+    """Compiles what trains and what generates side by side: XLA compiles a program on one core for the most part.
 
-    async def finish_compiling(self, clock: LoopClock) -> None:
-        if self._trains_later(version=0):
-            assert isinstance(self.learner, SpmdLearner)
-            self._context.start.begin('compiling what trains:')
-            programs = await clock.run(LEARNER, self.learner.finish_compiling, Work('compile'))
-            self._context.start.end()
-            print(f'compiled {programs} programs of the learner', flush=True)
+    The learner's programs are compiled on a thread of their own, in order; followers do the same.
+    """
+    start.begin('compiling what trains and generates:')
+    with concurrent.futures.ThreadPoolExecutor(1, AHEAD) as ahead:
+        trained = ahead.submit(learner.warm_up)
+        generated = compile_rollout()
+        return trained.result() + generated
 
-    def _trains_later(self, version: int) -> bool:
-        """Whether the learner's programs are compiled after others that an evaluation needs first."""
-        config = self._config
-        if not find_objective(config.loss.objective).generates:
-            return False
-        is_alone = parse_learner(config.cluster.learner).processes == 1 and not uses_servers(config)
-        return is_alone and version == 0 and config.evaluation.problems > 0
 
-    def copy_version(self, published: PublishedWeights) -> Params:
-        copy: Params = jax.device_get(self.channel.receive(published))
-        return copy
+def _compile_generation(start: StartProgress, learner: OwnLearner, compile_rollout: Callable[[], int]) -> int:
+    """Compiles what generates: an evaluation comes first, and the learner's programs are compiled beside it."""
+    start.begin('compiling what generates:')
+    generated = compile_rollout()
+    assert isinstance(learner, SpmdLearner)
+    learner.wait_traced()  # tracing would hold up the loop
+    learner.begin_compiling()
+    return generated
 
-    def find_final_weights(self) -> tuple[Params, str]:
-        """Those of the last version; from its files where no process has them all."""
-        weights = self.learner.publish(self._config.run.steps)
-        if is_shared(weights):
-            assert isinstance(self.channel, FilesChannel)
-            weights = self.channel.map_version(self._config.run.steps)
-        return weights, weights_sha256(weights)
 
-    def read_environment(self) -> Environment:
-        return read_environment()
+async def _finish_compiling(start: StartProgress, learner: OwnLearner, clock: LoopClock) -> None:
+    assert isinstance(learner, SpmdLearner)
+    start.begin('compiling what trains:')
+    programs = await clock.run(LEARNER, learner.finish_compiling, Work('compile'))
+    start.end()
+    print(f'compiled {programs} programs of the learner', flush=True)
 
-    def describe_engines(self) -> EngineFacts:
-        return {
-            'kv_cache_bytes': next((backend.state_bytes for backend in self._backends.values()), None),
-            'memory_parts': self.measure_memory(),
-            'lanes_own_devices': self.allocation.lanes_own_devices,
-            'devices': self.allocation.describe(),
-        }
 
-    def describe_simulation(self) -> str:
-        return ''
+def _describe_engines(config: TrackedConfig, learner: OwnLearner, split: DeviceSplit | None) -> EngineFacts:
+    """Bytes are of shapes, programs of the learner, and the copy for a checkpoint, which a CPU does not need."""
+    memory, allocation = measure_parts(config_dict.ConfigDict(config.as_dict())), build.build_allocation(config, split)
+    if config.checkpoint.every and jax.default_backend() != 'cpu':
+        memory = memory | {'copy for a checkpoint': memory.get('optimizer', 0)}
+    if isinstance(learner, SpmdLearner):
+        memory = memory | {'programs': learner.programs.temporary_bytes}
+    own, devices = allocation.lanes_own_devices, allocation.describe()
+    return {'memory_parts': memory, 'lanes_own_devices': own, 'devices': devices}
 
-    def measure_memory(self) -> dict[str, int]:
-        """Bytes by what they are for: shapes, programs of the learner, the copy for a checkpoint.
 
-        On a CPU the optimizer state is written where it is.
-        """
-        parts = measure_parts(config_dict.ConfigDict(self._config.as_dict()))
-        if self._config.checkpoint.every and jax.default_backend() != 'cpu':
-            parts = parts | {'copy for a checkpoint': parts.get('optimizer', 0)}
-        if isinstance(self.learner, SpmdLearner):
-            parts = parts | {'programs': self.learner.programs.temporary_bytes}
-        return parts
+def _find_final_weights(learner: OwnLearner, channel: PlacedChannel, steps: int) -> tuple[Params, str]:
+    """Those of the last version; from its files where no process has them all."""
+    weights = learner.publish(steps)
+    if is_shared(weights):
+        assert isinstance(channel, FilesChannel)
+        weights = channel.map_version(steps)
+    return weights, weights_sha256(weights)
 
-    def close_learner(self) -> None:
-        """It is closed with the run."""
 
-    # The export.
+# The export, where `dtype` is not ''.
 
-    def export(self, weights: Tree, digest: str) -> None:
-        """Of weights that engines got in a lower precision, or with a critic, the checkpoint has what is exported."""
-        if not self._exports:
-            return
-        context, steps = self._context, self._config.run.steps
-        announce, dtype = context.start.count_bytes, self._export_dtype
+
+def _export(context: RunContext, model: Model, dtype: str, weights: Tree, digest: str) -> None:
+    """Of weights that engines got in a lower precision, or with a critic, the checkpoint has what is exported."""
+    if not dtype:
+        return
+    steps, announce = context.config.run.steps, context.start.count_bytes
+    context.start.begin_silently('exporting')
+    try:
+        is_whole = all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights))
+        if is_whole and not build_objective(context.config).trains_values:
+            out = context.workdir / EXPORT
+            write_export(out, context.workdir, steps, weights, digest, model, dtype, announce)
+        else:
+            replace_export(context.workdir, steps, dtype, announce)
+    except UserError as error:
+        context.unsaved = context.unsaved or describe_unexported(error, context.workdir)
+    finally:
+        context.start.end()
+
+
+def _complete_export(context: RunContext, dtype: str) -> None:
+    steps = context.config.run.steps
+    if dtype and not holds_export(context.workdir, steps):
         context.start.begin_silently('exporting')
-        try:
-            is_whole = all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights))
-            if is_whole and not build_objective(self._config).trains_values:
-                out = context.workdir / EXPORT
-                write_export(out, context.workdir, steps, weights, digest, self.model, dtype, announce)
-            else:
-                replace_export(context.workdir, steps, dtype, announce)
-        except UserError as error:
-            context.unsaved = context.unsaved or describe_unexported(error, context.workdir)
-        finally:
-            context.start.end()
-
-    def complete_export(self) -> None:
-        context, steps = self._context, self._config.run.steps
-        if self._exports and not holds_export(context.workdir, steps):
-            context.start.begin_silently('exporting')
-            replace_export(context.workdir, steps, self._export_dtype, context.start.count_bytes)
-            context.start.end()
+        replace_export(context.workdir, steps, dtype, context.start.count_bytes)
+        context.start.end()
 
 
 def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> SpmdLearner | CommandLeader:

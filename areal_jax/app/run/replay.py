@@ -17,9 +17,9 @@ from ml_collections import config_dict
 from areal_jax.app.model.model import Model
 from areal_jax.app.parts.compilations import print_warnings
 from areal_jax.app.parts.host import lane_widths
-from areal_jax.app.run.loop import Loop, Outside, build_loop
-from areal_jax.app.run.own_site import OwnSite, require_here
-from areal_jax.app.run.run import Run, RunContext, RunKind
+from areal_jax.app.run.loop import Loop, Outside
+from areal_jax.app.run.own_site import build_own_loop, load_model, require_here
+from areal_jax.app.run.run import Built, Run, RunContext, RunKind
 from areal_jax.app.workdir.environment import describe_differences, read_environment
 from areal_jax.app.workdir.records import (
     MODEL,
@@ -71,38 +71,31 @@ class Outcome(TypedDict):
 
 def build_replay(
     config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
-) -> Run[OwnSite, Loop]:
+) -> Run[Loop]:
     """One start of a run, in the order of its log."""
 
-    def build(context: RunContext, site: OwnSite) -> Loop | None:
+    def build(context: RunContext) -> Built[Loop]:
         make_clock, sandbox = functools.partial(_build_clock, recording), start.get('sandbox')
-        loop = build_loop(context, site, Outside(make_clock, RecordedWorker, lambda *asked: sandbox))
+        load = functools.partial(_load_model, weights=start['data'].get(MODEL))
+        site, loop = build_own_loop(context, Outside(make_clock, RecordedWorker, lambda *asked: sandbox), load)
         if loop:
             clock, controller = loop.parts.host.clock, loop.parts.controller
             assert isinstance(clock, ReplayClock)
             clock.stop_requested = controller.stop_requested
-        return loop
+        return site, loop
 
-    make_site = functools.partial(ReplaySite, weights=start['data'].get(MODEL))
-    kind: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, make_site, build)
-    return Run(kind, config, workdir, resume=resume, source='a replay')
+    return Run(RunKind(require_here, print_warnings, build), config, workdir, resume=resume, source='a replay')
 
 
-class ReplaySite(OwnSite):
-    """The site of a replay: the weights are those that the run began from."""
-
-    def __init__(self, context: RunContext, weights: DataFile | None):
-        super().__init__(context)
-        self._weights = weights
-
-    def load_model(self) -> Model:
-        model, weights = super().load_model(), self._weights
-        if weights and model.source is not None and sample_digest(model.source) != weights['sha256']:
-            raise UserError(
-                f'{MODEL}: {model.source} holds other weights than those that the run began from '
-                f'({weights["path"]}); say where these are with --data={MODEL}=PATH'
-            )
-        return model
+def _load_model(context: RunContext, weights: DataFile | None) -> Model:
+    """Loads the weights that the run began from; raises UserError for others."""
+    model = load_model(context)
+    if weights and model.source is not None and sample_digest(model.source) != weights['sha256']:
+        raise UserError(
+            f'{MODEL}: {model.source} holds other weights than those that the run began from '
+            f'({weights["path"]}); say where these are with --data={MODEL}=PATH'
+        )
+    return model
 
 
 def _build_clock(

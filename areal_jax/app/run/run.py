@@ -1,6 +1,6 @@
 """One run from a config to its report: built, run, reported, exported, and freed. Nothing here imports jax.
 
-A kind of run is a table entry: where its learner is (a site), and the program that its parts make.
+A kind of run is a table entry whose function builds two things: where the learner is (a site), and the program.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import pathlib
 import platform
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, NotRequired, Protocol, Self, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from ml_collections import config_dict
 
 from areal_jax.app.parts import part_settings as build
-from areal_jax.app.parts.host import UsedDevices, build_feed, build_tracker, headline
+from areal_jax.app.parts.host import LearnerAround, UsedDevices, build_feed, build_tracker, headline
 from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.process.setup import require_extras
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.workdir.environment import Environment, Hardware, git_commit, package_versions
+from areal_jax.app.workdir.environment import Hardware, git_commit, package_versions
 from areal_jax.app.workdir.records import Digests, load_own_code, note_own_code
 from areal_jax.app.workdir.run_directory import (
     CHECKPOINTS,
@@ -41,16 +41,15 @@ from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.lock_step import CopyVersion, VersionRing
 from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import DirectoryLock
 from areal_jax.plugins import load_function
-from areal_jax.protocols import Channel, Learner
+from areal_jax.protocols import Channel, Learner, Pool
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, ResourceSampler
 from areal_jax.telemetry.facts import discard_facts
@@ -62,7 +61,7 @@ from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.rollout_writer import Decode, RolloutWriter
 from areal_jax.telemetry.trackers import TrackerFeed
 from areal_jax.text.tokenizer import Tokenizer
-from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree, Weights
+from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
 State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able
 
@@ -277,31 +276,24 @@ def keep_rollouts(learner: Learner, read_tokens: ReadTokens, rollouts: RolloutWr
     return learner if rollouts is None else _KeepingLearner(learner, read_tokens, rollouts)
 
 
-class _KeepingLearner:
-    """See protocols.Learner; what it hands over it changes by no bit."""
+class _KeepingLearner(LearnerAround):
+    """What it hands over it changes by no bit."""
 
     def __init__(self, learner: Learner, read_tokens: ReadTokens, rollouts: RolloutWriter):
-        self._learner, self._read_tokens, self._rollouts = learner, read_tokens, rollouts
+        super().__init__(learner)
+        self._read_tokens, self._rollouts = read_tokens, rollouts
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
-        metrics = self._learner.update(groups, version)
+        metrics = super().update(groups, version)
         kept = self._rollouts.select(groups)
         self._rollouts.put(version + 1, kept, self._read_tokens([group.draw for group in kept]))
         return metrics
 
-    def publish(self, version: int) -> Weights:
-        return self._learner.publish(version)
 
-    def save(self) -> Weights:
-        return self._learner.save()
-
-    def restore(self, saved: Weights) -> None:
-        self._learner.restore(saved)
-
-
-# Where the learner of a run is, and what its loop needs of that place. Nothing here imports jax.
+# Where the learner of a run is, in three steps. Each is made of the one before it, so that no call can come too early:
+# a Site has the learner with its weights, a LoopSite what carries them to engines, a Rollout engines that have them.
 #
-# own_site.py: in this process. controller_role.py: in other processes.
+# own_site.py: in this process. controller_role.py: in other processes. simulated_site.py: nowhere.
 
 
 class ModelText(Protocol):
@@ -361,116 +353,102 @@ class RunLearner(Learner, Protocol):
         ...
 
 
+LearnerT = TypeVar('LearnerT', bound=RunLearner, covariant=True)
+
+
 class EngineFacts(TypedDict):
     """The fields of RunFacts that say what engines and learner compute on."""
 
-    kv_cache_bytes: int | None
     memory_parts: Mapping[str, int]
     lanes_own_devices: bool
     devices: Mapping[str, Any]
+    simulation: NotRequired[str]
 
 
-class LocalRollout(NamedTuple):
-    """Engines of this process, and the pool that routes to them."""
+class Moves(NamedTuple):
+    """Devices that move between the learner and the engines of this process."""
 
-    engines: Sequence[LocalEngine]
+    site: DeviceSite
+    split: DeviceSplit  # as the run begins
+    rates_of: Callable[[DeviceSplit], DeviceRates]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Who generates: a pool, and its engines if they are in this process."""
+
     pool: Pool
-    moves: DeviceSite | None = None  # who moves devices; None: they stay
+    engines: Sequence[LocalEngine] = ()
+    compile: Callable[[], int] = lambda: 0  # the programs of these engines; returns their number
+    cache_bytes: int | None = None  # the KV cache of one of them
+    moves: Moves | None = None  # None: devices stay where they are
 
 
-class Site(Protocol):
-    """Where the learner is. The methods are called in this order; later ones use what earlier ones have built."""
+BuildRollout: TypeAlias = Callable[[PublishedWeights, LoopClock, EventLog, Supervisor], Rollout]
 
+
+@dataclasses.dataclass(frozen=True)
+class LocalEngines:
+    """Engines that decode in the process of the learner, once there is a version for them."""
+
+    build: BuildRollout
+    copy_version: CopyVersion
+    restore_ring: Callable[[VersionRing, Mapping[str, Tree]], None]  # adds the weights of a checkpoint, by version
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSite:
+    """What the asynchronous loop needs beside the learner that is built."""
+
+    channel: Channel
+    rates: DeviceRates  # as the run begins
+    compile: Callable[[Callable[[], int]], int]  # what the run needs first, with Rollout.compile; returns the number
+    describe_engines: Callable[[DeviceSplit | None], EngineFacts]  # of the split in use, where devices move
+    local: LocalEngines | None = None  # None: engines decode in other processes
+    finish_compiling: Callable[[LoopClock], Awaitable[None]] | None = None  # what was not yet needed
+    find_devices: Callable[[], UsedDevices | None] = lambda: None  # None: some are in other processes
+    # the weights after the last update, as engines have them, and the digest that the report gives them
+    find_final_weights: Callable[[], tuple[Tree, str]] = lambda: (None, '')
+    close_learner: Callable[[], None] = lambda: None  # after the report of a finished run
+    awaited_engines: int = 0  # in other processes that must serve before the run starts: for training,
+    awaited_beside: int = 0  # and for evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Site(Generic[LearnerT]):
+    """The learner of a run, with the checkpoint's weights or else the model's, and what is done where it is."""
+
+    model: ModelText
+    learner: LearnerT
     compilations: Compilations
-
-    def load_model(self) -> ModelText: ...
-
-    def build_learner(self, checkpoint: Checkpoint | None) -> RunLearner:
-        """With the checkpoint's weights or else the model's."""
-        ...
-
-    def trace(self) -> Learner:
-        """The learner that was built, or one that traces the updates that telemetry.profile_steps names."""
-        ...
-
-    def find_hardware(self) -> Hardware:
-        """Where the run computes."""
-        ...
-
-    def export(self, weights: Tree, digest: str) -> None:
-        """Writes WORKDIR/export. The results of the run are on the disk, so that a failure is kept for the end."""
-        ...
-
-    def complete_export(self) -> None:
-        """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
-        ...
+    open_loop: Callable[[], LoopSite]  # once, by a run that is trained by the asynchronous loop
+    devices: Sequence[str] | None = None  # names of the learner's; None: jax knows them in this process
+    trace: Callable[[Learner], Learner] = lambda learner: learner  # the updates that telemetry.profile_steps names
+    # writes WORKDIR/export of final weights and their digest; a failure is kept for the end, the results are written
+    export: Callable[[Tree, str], None] = lambda weights, digest: None
+    # writes the export of a finished run where it is missing, after a kill or on a disk that was full
+    complete_export: Callable[[], None] = lambda: None
 
 
-class EngineSite(Protocol):
-    """A site where engines decode in the process of the learner."""
+def restore_learner(
+    context: RunContext,
+    learner: Learner,
+    checkpoint: Checkpoint | None,
+    broken: type[Exception],
+    other: type[Exception],
+) -> None:
+    """Brings the weights of a checkpoint into the learner of a run that goes on.
 
-    def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
-        """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
-        ...
-
-    def build_rollout(
-        self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
-    ) -> LocalRollout: ...
-
-    @property
-    def split(self) -> DeviceSplit | None:
-        """Of the devices that move; None where they stay."""
-        ...
-
-    def note_split(self, split: DeviceSplit) -> DeviceRates:
-        """Devices were moved: the rates per device from now on."""
-        ...
-
-    def copy_version(self, published: PublishedWeights) -> Tree:
-        """Weights of an earlier version for a checkpoint, in host memory."""
-        ...
-
-
-class LoopSite(Site, Protocol):
-    """A site whose learner is trained by the asynchronous loop."""
-
-    engine_site: EngineSite | None  # None: engines decode in other processes
-    awaited_engines: int  # engines in other processes that must serve before the run starts: for training,
-    awaited_beside: int  # and for evaluation
-
-    def find_rates(self) -> DeviceRates: ...
-
-    def find_devices(self) -> UsedDevices | None:
-        """The devices of learner and engines, after `find_rates`; None where some are in other processes."""
-        ...
-
-    def build_channel(self) -> Channel: ...
-
-    def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
-        """Compiles what the run needs at `version`; returns the number of programs."""
-        ...
-
-    async def finish_compiling(self, clock: LoopClock) -> None:
-        """Compiles what was not yet needed."""
-        ...
-
-    def find_final_weights(self) -> tuple[Tree, str]:
-        """Those after the last update, as engines have them, and the digest that the report gives them."""
-        ...
-
-    def read_environment(self) -> Environment:
-        """What the bits of the run depend on."""
-        ...
-
-    def describe_engines(self) -> EngineFacts: ...
-
-    def describe_simulation(self) -> str:
-        """What is simulated, in words; '' = nothing."""
-        ...
-
-    def close_learner(self) -> None:
-        """After the report of a finished run."""
-        ...
+    Raises CheckpointError where it raises `broken` for numbers, or `other` for shapes that are not the model's.
+    """
+    if checkpoint is None or context.finished is not None:
+        return
+    try:
+        learner.restore(checkpoint.of_learner)
+    except broken as error:
+        raise CheckpointError(f'{context.workdir / CHECKPOINTS}: {error}') from error
+    except other as error:
+        raise CheckpointError(f'{context.workdir / CHECKPOINTS} is of another model: {error}') from error
 
 
 def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSplit | None:
@@ -508,20 +486,19 @@ class Program(Protocol):
 
 
 ProgramT = TypeVar('ProgramT', bound=Program)
-SiteT = TypeVar('SiteT', bound=Site)
+Built: TypeAlias = tuple[Site[RunLearner], ProgramT | None]  # None where a resumed run has nothing left to do
 
 
 @dataclasses.dataclass(frozen=True)
-class RunKind(Generic[SiteT, ProgramT]):
+class RunKind(Generic[ProgramT]):
     """How a run of one kind is built."""
 
     require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError for what cannot run here
     warn: Callable[[config_dict.ConfigDict], None]  # says on stderr what is probably a mistake
-    make_site: Callable[[RunContext], SiteT]
-    build: Callable[[RunContext, SiteT], ProgramT | None]  # None where a resumed run has nothing left to do
+    build: Callable[[RunContext], Built[ProgramT]]
 
 
-class Run(Generic[SiteT, ProgramT]):
+class Run(Generic[ProgramT]):
     """The constructor builds all parts; `train` runs them and frees them.
 
     All parts are freed when building fails, when `train` ends, and by `close`. A run that is not trained must be
@@ -538,7 +515,7 @@ class Run(Generic[SiteT, ProgramT]):
 
     def __init__(
         self,
-        kind: RunKind[SiteT, ProgramT],
+        kind: RunKind[ProgramT],
         config: config_dict.ConfigDict,
         workdir: pathlib.Path,
         *,
@@ -556,8 +533,7 @@ class Run(Generic[SiteT, ProgramT]):
         with contextlib.ExitStack() as undo:
             undo.push(self)
             self.context.open()
-            self.site = kind.make_site(self.context)
-            self._program = kind.build(self.context, self.site)
+            self.site, self._program = kind.build(self.context)
             self.context.start.end()
             undo.pop_all()
 

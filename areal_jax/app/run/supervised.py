@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from areal_jax.app.parts.part_settings import build_device_rates, build_mesh
 from areal_jax.app.parts.task_builder import build_demonstrations
-from areal_jax.app.run.own_site import OwnSite
+from areal_jax.app.run.own_site import OwnLearner, build_own_site, count_compilations, load_model
 from areal_jax.app.run.reports import SftFacts, describe_held_out, describe_update, write_sft_report
-from areal_jax.app.run.run import Checkpoint, RunContext, keep_rollouts
+from areal_jax.app.run.run import Built, Checkpoint, ModelText, RunContext, Site, keep_rollouts
+from areal_jax.app.workdir.environment import hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.objectives import find_objective
@@ -24,26 +26,35 @@ from areal_jax.telemetry.progress import describe_skipped_steps, format_duration
 _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
+def build_training(context: RunContext) -> Built[SftTraining]:
+    """Builds a run of supervised or preference training."""
+    compilations, model = count_compilations(context), load_model(context)
+    training = SftTraining(context, model, functools.partial(build_own_site, context, compilations, model))
+    return training.site, training
+
+
 class SftTraining:
     """Training on what is given, demonstrations or pairs of answers; see run.Program.
 
     It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
     """
 
-    def __init__(self, context: RunContext, site: OwnSite):
+    def __init__(
+        self, context: RunContext, model: ModelText, build_site: Callable[[Checkpoint | None], Site[OwnLearner]]
+    ):
         config = context.config
-        self._context, self._site, self._config = context, site, config
+        self._context, self._config = context, config
         self.stop_requested = threading.Event()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
         self._measured: Mapping[int, Mapping[str, float]] = {}  # by update, see Objective.measure_held_out
-        model = site.load_model()
         self._noun = find_objective(config.loss.objective).given
         context.start.begin(f'preparing {self._noun} of task {config.task.name}')
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
         checkpoint = context.read_checkpoint()
-        self.learner = site.build_learner(checkpoint)
+        self.site = build_site(checkpoint)
+        self.learner = self.site.learner
         if checkpoint:
             self._restore(checkpoint)
         self._steps, self._per_update = config.run.steps, config.learner.groups_per_update
@@ -52,7 +63,7 @@ class SftTraining:
         self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
         self.metrics = context.open_metrics(self.step, before={})
         self._rollouts = context.open_rollouts(self.step, model.tokenizer.decode)
-        self._traced = keep_rollouts(site.trace(), self.learner.read_tokens, self._rollouts)
+        self._traced = keep_rollouts(self.site.trace(self.learner), self.learner.read_tokens, self._rollouts)
         context.require_all_read()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -86,7 +97,7 @@ class SftTraining:
         self._context.start.begin('compiling what trains:')
         programs = self.learner.warm_up()
         self._context.start.end()
-        self._site.compilations.reset()
+        self.site.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 
     def scores_of(self, phase: str) -> Line:
@@ -119,7 +130,7 @@ class SftTraining:
         return True
 
     def _update(self) -> None:
-        began, compiled = time.monotonic(), self._site.compilations.count
+        began, compiled = time.monotonic(), self.site.compilations.count
         groups = [self.stream.draw() for _ in range(self._per_update)]
         metrics = self._traced.update(groups, self.step)
         self.step += 1
@@ -135,7 +146,7 @@ class SftTraining:
             names.EPOCH: self._epochs(self.step),
             names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
             names.TOKENS_TRAINED: trained,
-            names.COMPILATIONS: self._site.compilations.count - compiled,
+            names.COMPILATIONS: self.site.compilations.count - compiled,
         }
         rates = self._rates.of_learner(metrics, train_seconds)
         values = merge(learner=learned, evaluation=held_out, session=counted, devices=rates)
@@ -189,8 +200,8 @@ class SftTraining:
         self.learner.require_finite('the trained weights', 'lower optimizer.learning_rate')
         params = self.learner.publish(self.step)
         facts = SftFacts(
-            **self._context.describe(self._site.find_hardware()),
-            compilations=self._site.compilations.count,
+            **self._context.describe(hardware()),
+            compilations=self.site.compilations.count,
             steps=self.step,
             epochs=self._epochs(self.step),
             demonstrations={

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from ml_collections import config_dict
 
-from areal_jax.app.simulate.simulated_site import SimulatedRun, build_simulation
+from areal_jax.app.run.loop import LoopParts
+from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config import default_config
 from areal_jax.config.cluster import MOST_ENGINES
 from areal_jax.config.fields import ConfigError
@@ -207,7 +208,7 @@ def simulate_plan(
     config = build_config(setting, plan, last + plan.eta + 2, seed, prompts)
     with tempfile.TemporaryDirectory(prefix='areal_plan_') as directory, contextlib.redirect_stdout(io.StringIO()):
         run = build_simulation(config, pathlib.Path(directory))
-        meter = _Meter(run, first, last)
+        meter = _Meter(run.program.parts, first, last)
         with contextlib.suppress(_MeasuredError):
             run.train()
     return meter.measure(plan)
@@ -220,8 +221,8 @@ class _MeasuredError(Exception):
 class _Meter:
     """Listens to a run from one update to another, and stops it there."""
 
-    def __init__(self, run: SimulatedRun, first: int, last: int):
-        self._parts, self._first, self._last = run.program.parts, first, last
+    def __init__(self, parts: LoopParts, first: int, last: int):
+        self._parts, self._first, self._last = parts, first, last
         self._times: dict[int, float] = {}
         self._trained: dict[int, float] = {}  # tokens of an update
         self._generated = 0  # tokens

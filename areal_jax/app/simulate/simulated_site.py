@@ -10,33 +10,43 @@ import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import config_dict
 
 from areal_jax.app.model.text_model import describe_text_model
-from areal_jax.app.parts.host import EndedBy, Servers, UsedDevices, build_pool, group_devices, lane_widths, unit_prices
+from areal_jax.app.parts.host import (
+    EndedBy,
+    EngineMoves,
+    Servers,
+    UsedDevices,
+    build_pool,
+    group_devices,
+    lane_widths,
+    unit_prices,
+)
 from areal_jax.app.parts.part_settings import build_requirements, find_splits
 from areal_jax.app.parts.task_builder import build_stream, build_task
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, read_budgets
 from areal_jax.app.run.loop import Loop, Outside, build_loop
-from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run import (
+    Built,
     Checkpoint,
     EngineFacts,
-    EngineSite,
-    LocalRollout,
+    LocalEngines,
+    LoopSite,
+    Moves,
     NoCompilations,
     RemoteModel,
+    Rollout,
     Run,
     RunContext,
     RunKind,
+    Site,
     find_split,
     require_sound,
 )
-from areal_jax.app.workdir import environment
-from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
@@ -55,7 +65,7 @@ from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, REWARD, TOOL, engine_lane, publish_lane, short_name
 from areal_jax.learning.objective.counting import UpdatePrice
-from areal_jax.protocols import Clock, Learner, PromptStream, RolloutEngine
+from areal_jax.protocols import Clock, PromptStream
 from areal_jax.report.event_log import load_events
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.servers.keeper import MismatchWatch
@@ -288,7 +298,7 @@ def read_update(config: TrackedConfig) -> tuple[UpdatePrice, UpdateShape]:
 BuildEngine = Callable[[str, Sequence[int], PublishedWeights], LocalEngine]
 
 
-class SimulatedMoves:
+class SimulatedMoves(EngineMoves):
     """Implements control.device_site.DeviceSite without devices.
 
     Args:
@@ -296,7 +306,8 @@ class SimulatedMoves:
     """
 
     def __init__(self, build_engine: BuildEngine, move_learner: Callable[[DeviceSplit], None], supervisor: Supervisor):
-        self._build_engine, self._supervisor, self.move_learner = build_engine, supervisor, move_learner
+        super().__init__(supervisor)
+        self._build_engine, self.move_learner = build_engine, move_learner
 
     def engines_of(self, split: DeviceSplit) -> dict[str, tuple[str, ...]]:
         return {name: tuple(map(str, devices)) for name, devices in place_engines(split).items()}
@@ -306,14 +317,6 @@ class SimulatedMoves:
 
     def build_engine(self, name: str, split: DeviceSplit, published: PublishedWeights) -> LocalEngine:
         return self._build_engine(name, place_engines(split)[name], published)
-
-    def start_engine(self, engine: RolloutEngine) -> None:
-        assert isinstance(engine, LocalEngine)
-        engine.start(self._supervisor)
-
-    def stop_engine(self, engine: RolloutEngine) -> None:
-        assert isinstance(engine, LocalEngine)
-        engine.stop()
 
 
 def place_engines(split: DeviceSplit) -> dict[str, list[int]]:
@@ -378,40 +381,35 @@ class CountTokenizer(CharacterTokenizer):
         return str(len(tokens))
 
 
-SimulatedRun: TypeAlias = Run['SimulatedSite', Loop]
-
-
-def build_simulation(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> SimulatedRun:
+def build_simulation(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> Run[Loop]:
     """The run of a config that is one of a simulation; `train` runs it. Settings and errors as for Run."""
-
-    def build(context: RunContext, site: SimulatedSite) -> Loop | None:
-        return build_loop(context, site, site.outside())
-
-    kind = RunKind(require_sound, lambda config: None, SimulatedSite, build)
+    kind = RunKind(require_sound, lambda config: None, build_simulated_loop)
     return Run(kind, as_simulated(config), workdir, **settings)
 
 
-class SimulatedSite:
-    """See site.LoopSite."""
+def build_simulated_loop(context: RunContext) -> Built[Loop]:
+    """Builds the loop with a simulation in the place of learner, engines and the world outside."""
+    answers = build_answers(context.config)
+    simulation = Simulation(context.config, answers, build_prices(context.config, answers))
+    note_not_simulated(context.config)
+    tokenizer = CountTokenizer('0')
+    model = RemoteModel(tokenizer, None, tokenizer.vocab_size)
+    return build_loop(context, model, functools.partial(simulation.build_site, model), simulation.outside())
 
-    awaited_beside = 0
-    learner: CountLearner
-    split: DeviceSplit | None = None  # in use; None: devices do not move
 
-    def __init__(self, context: RunContext):
-        self._context, self._config = context, context.config
-        self.engine_site: EngineSite | None = self
-        self.compilations: Compilations = NoCompilations()
-        self._answers = build_answers(context.config)
-        self._prices = build_prices(context.config, self._answers)
-        note_not_simulated(context.config)
-        self.awaited_engines = len(self._list_devices()) if uses_servers(context.config) else 0
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a simulated run draws, and what its work costs; a split of its devices is None where they do not move."""
+
+    config: TrackedConfig
+    answers: Answers
+    prices: Prices
 
     def outside(self) -> Outside:
         """What takes the place of the world outside: clock, prompts, verifier."""
         return Outside(
             make_clock=self._build_clock,
-            load_workflow=lambda config, tokenizer: functools.partial(build_workflow, config, self._answers),
+            load_workflow=lambda config, tokenizer: functools.partial(build_workflow, config, self.answers),
             build_task=lambda config, tokenizer: DrawnTask(
                 lambda: build_prompts(config), functools.partial(build_held_out, config)
             ),
@@ -419,71 +417,59 @@ class SimulatedSite:
             build_servers=self._build_servers,
         )
 
-    def load_model(self) -> RemoteModel:
-        tokenizer = CountTokenizer('0')
-        return RemoteModel(tokenizer, None, tokenizer.vocab_size)
+    def build_site(self, model: RemoteModel, checkpoint: Checkpoint | None) -> Site[CountLearner]:
+        """Builds a learner that counts; there are no weights."""
+        split = find_split(self.config, checkpoint)
+        if split:
+            self._move_learner(split)
+        learner = CountLearner(*read_update(self.config))
+        return Site(model, learner, NoCompilations(), functools.partial(self._open_loop, split), devices=())
 
-    def build_learner(self, checkpoint: Checkpoint | None) -> CountLearner:
-        self.split = find_split(self._config, checkpoint)
-        if self.split:
-            self._move_learner(self.split)
-        self.learner = CountLearner(*read_update(self._config))
-        return self.learner
+    def _open_loop(self, split: DeviceSplit | None) -> LoopSite:
+        is_served = uses_servers(self.config)
+        local = LocalEngines(functools.partial(self._build_rollout, split), _copy_version, _restore_ring)
+        return LoopSite(
+            CountChannel(), self._find_rates(split), lambda compile_rollout: compile_rollout(), self._describe_engines,
+            None if is_served else local,
+            find_devices=functools.partial(self._find_devices, split),
+            awaited_engines=len(self._list_devices(split)) if is_served else 0,
+        )  # fmt: skip
 
-    def trace(self) -> Learner:
-        return self.learner
-
-    def find_hardware(self) -> environment.Hardware:
-        return environment.describe_hardware([])
-
-    # The loop.
-
-    def find_rates(self) -> DeviceRates:
-        learner, engines = self._find_layouts()
+    def _find_rates(self, split: DeviceSplit | None) -> DeviceRates:
+        learner, engines = self._find_layouts(split)
         return DeviceRates(learner.devices, engines.devices or learner.devices, None)
 
-    def find_devices(self) -> UsedDevices:
-        cluster = self._prices.cluster
+    def _find_devices(self, split: DeviceSplit | None) -> UsedDevices:
+        cluster = self.prices.cluster
         if cluster is None:
             return UsedDevices((), simulated=True)
         uses = [(number, cluster.learner.chip.name, LEARNER) for number in range(cluster.learner.devices)]
-        for (lane, numbers), engine in zip(self._list_devices().items(), cluster.engines, strict=True):
+        for (lane, numbers), engine in zip(self._list_devices(split).items(), cluster.engines, strict=True):
             uses += [(number, engine.chip.name, lane) for number in numbers]
         return UsedDevices(group_devices(uses), simulated=True)
 
-    def build_channel(self) -> CountChannel:
-        return CountChannel()
-
-    def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
-        for version in sorted(map(int, saved)):
-            ring.add(CountChannel().transfer(version, version))
-
-    def copy_version(self, published: PublishedWeights) -> Tree:
-        return {'none': np.zeros(1, np.float32)}
-
-    def build_rollout(
-        self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
-    ) -> LocalRollout:
+    def _build_rollout(
+        self, split: DeviceSplit | None, published: PublishedWeights, clock: LoopClock, log: EventLog,
+        supervisor: Supervisor,
+    ) -> Rollout:  # fmt: skip
         build_engine = functools.partial(self._build_engine, clock=clock, log=log)
-        engines = [build_engine(name, devices, published) for name, devices in self._list_devices().items()]
-        pool = build_pool(self._config, engines, clock, log, supervisor)
-        moves = SimulatedMoves(build_engine, self._move_learner, supervisor) if self.split else None
-        return LocalRollout(engines, pool, moves)
-
-    def note_split(self, split: DeviceSplit) -> DeviceRates:
-        self.split = split
-        return self.find_rates()
+        engines = [build_engine(name, devices, published) for name, devices in self._list_devices(split).items()]
+        pool = build_pool(self.config, engines, clock, log, supervisor)
+        if split is None:
+            return Rollout(pool, engines)
+        site = SimulatedMoves(build_engine, self._move_learner, supervisor)
+        return Rollout(pool, engines, moves=Moves(site, split, self._find_rates))
 
     def _move_learner(self, split: DeviceSplit) -> None:
-        assert self._prices.learner is not None
-        self._prices.learner.number = parse_split(split)[0].devices
+        assert self.prices.learner is not None
+        self.prices.learner.number = parse_split(split)[0].devices
 
     def _build_verifier(
         self, clock: LoopClock, workers: int | None = None, lane: str = REWARD, workdir: pathlib.Path | None = None
     ) -> DrawnVerifier:
-        task = self._config.task
+        task = self.config.task
         return DrawnVerifier(
-            clock, self._answers, workers or task.verifier_workers,
+            clock, self.answers, workers or task.verifier_workers,
             deadline_s=task.verifier_deadline_s, attempts=task.verifier_attempts, lane=lane,
         )  # fmt: skip
 
@@ -491,7 +477,7 @@ class SimulatedSite:
         self, config: TrackedConfig, clock: LoopClock, log: EventLog, supervisor: Supervisor,
         *, published: PublishedWeights, stop: Callable[[], None], **settings: object,
     ) -> Servers:  # fmt: skip
-        devices = list(self._list_devices().items())
+        devices = list(self._list_devices(None).items())
         without = dataclasses.replace(published, version=-1)
 
         def build_engine(index: int, is_first: bool) -> LocalEngine:
@@ -506,12 +492,12 @@ class SimulatedSite:
     def _build_clock(
         self, config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool
     ) -> VirtualClock:
-        prices = self._prices
+        prices = self.prices
         widths = dict(lane_widths(config))
         if uses_servers(config):
-            numbers = range(len(self._list_devices()))
+            numbers = range(len(self._list_devices(None)))
             widths |= {lane(number): 1 for number in numbers for lane in (engine_lane, publish_lane)}
-        if self._answers.of_agents:
+        if self.answers.of_agents:
             widths[TOOL] = config.agent.tool_calls
         if config.simulation.prices == VIRTUAL:
             return VirtualClock(widths, log, prices.by_kind, start_s)
@@ -520,19 +506,19 @@ class SimulatedSite:
     def _build_engine(
         self, name: str, devices: Sequence[int], published: PublishedWeights, *, clock: LoopClock, log: EventLog
     ) -> LocalEngine:
-        rollout, index = self._config.rollout, int(short_name(name))
+        rollout, index = self.config.rollout, int(short_name(name))
         build_backend = functools.partial(
             CountBackend,
-            keep_lengths(self._answers),
+            keep_lengths(self.answers),
             context_tokens=rollout.context_tokens,
             block_tokens=rollout.block_tokens,
             buckets=rollout.prefill_buckets,
             devices=[str(device) for device in devices],
-            jumps=isinstance(clock, SimulatedClock) and self._config.simulation.join,
-            distinct=self._answers.of_agents,
+            jumps=isinstance(clock, SimulatedClock) and self.config.simulation.join,
+            distinct=self.answers.of_agents,
         )
-        blocks = cache_blocks(self._config, self._prices.cluster, index)
-        evaluation = self._config.evaluation
+        blocks = cache_blocks(self.config, self.prices.cluster, index)
+        evaluation = self.config.evaluation
         beside: CountBackend | None = None
         if evaluation.every:
             of_slots = rollout.count_cache_blocks(evaluation.slots, beside=True)
@@ -541,30 +527,21 @@ class SimulatedSite:
             index, build_backend(slots=rollout.slots, cache_blocks=blocks), clock, log,
             receive=CountChannel().receive, version=published.version, params=published.version,
             rollout=rollout, evaluation=beside, every_dispatches=evaluation.every_dispatches if beside else 1,
-            hardware=describe_hardware(self._prices.cluster, index, len(devices)),
+            hardware=describe_hardware(self.prices.cluster, index, len(devices)),
         )  # fmt: skip
 
-    def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
-        return 0
-
-    async def finish_compiling(self, clock: LoopClock) -> None:
-        """Nothing is compiled."""
-
-    def read_environment(self) -> Environment:
-        return read_environment([])
-
-    def describe_engines(self) -> EngineFacts:
-        learner = parse_learner(self._config.cluster.learner).devices
+    def _describe_engines(self, split: DeviceSplit | None) -> EngineFacts:
+        learner = parse_learner(self.config.cluster.learner).devices
         return {
-            'kv_cache_bytes': None,
             'memory_parts': {},
-            'lanes_own_devices': not parse_engines(self._config.cluster.engines).shared,
-            'devices': {'learner': list(range(learner)), 'engines': self._list_devices()},
+            'lanes_own_devices': not parse_engines(self.config.cluster.engines).shared,
+            'devices': {'learner': list(range(learner)), 'engines': self._list_devices(split)},
+            'simulation': self._describe(),
         }
 
-    def describe_simulation(self) -> str:
+    def _describe(self) -> str:
         """For the report."""
-        ours, cluster = self._config.simulation, self._prices.cluster
+        ours, cluster = self.config.simulation, self.prices.cluster
         what = 'prices of the section virtual' if ours.prices == VIRTUAL else f'prices of {ours.prices}'
         if cluster is not None:
             kinds = itertools.groupby(f'{engine.devices} x {engine.chip.name}' for engine in cluster.engines)
@@ -574,33 +551,27 @@ class SimulatedSite:
         agents = f', turns {ours.turns}, results of tools {ours.results}' if ours.turns else ''
         return f'{what}; answers {ours.answers}, prompts {ours.prompts}{agents}'
 
-    def _list_devices(self) -> dict[str, list[int]]:
+    def _list_devices(self, split: DeviceSplit | None) -> dict[str, list[int]]:
         """Numbers of the devices of each engine, behind those of the learner where they do not share them."""
-        learner, engines = self._find_layouts()
-        if self.split:
-            return place_engines(self.split)
+        learner, engines = self._find_layouts(split)
+        if split:
+            return place_engines(split)
         places: Sequence[range] = engines.place(learner.devices)
         if engines.shared:
             each = max(1, learner.devices // engines.count)
             places = [range(index * each, (index + 1) * each) for index in range(engines.count)]
         return {engine_lane(index): list(numbers) for index, numbers in enumerate(places)}
 
-    def _find_layouts(self) -> tuple[LearnerLayout, EnginesLayout]:
-        """Of the split in use."""
-        if self.split:
-            return parse_split(self.split)
-        return parse_learner(self._config.cluster.learner), parse_engines(self._config.cluster.engines)
+    def _find_layouts(self, split: DeviceSplit | None) -> tuple[LearnerLayout, EnginesLayout]:
+        if split:
+            return parse_split(split)
+        return parse_learner(self.config.cluster.learner), parse_engines(self.config.cluster.engines)
 
-    # The report.
 
-    def find_final_weights(self) -> tuple[None, str]:
-        return None, ''
+def _copy_version(published: PublishedWeights) -> Tree:
+    return {'none': np.zeros(1, np.float32)}
 
-    def export(self, weights: Tree, digest: str) -> None:
-        """There are no weights."""
 
-    def complete_export(self) -> None:
-        """There are no weights."""
-
-    def close_learner(self) -> None:
-        """Nothing is open."""
+def _restore_ring(ring: VersionRing, saved: Mapping[str, Tree]) -> None:
+    for version in sorted(map(int, saved)):
+        ring.add(CountChannel().transfer(version, version))

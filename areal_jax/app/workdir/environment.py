@@ -46,15 +46,15 @@ class Hardware(TypedDict):
     devices: list[str]
 
 
-def hardware() -> Hardware:
-    """Cores this process may use, instruction set and accelerator."""
-    import jax
+def hardware(devices: Sequence[str] | None = None) -> Hardware:
+    """Cores this process may use, instruction set and accelerators, which may belong to other processes.
 
-    return describe_hardware([str(device) for device in jax.local_devices()])
+    Starts jax to find its devices where they are not given.
+    """
+    if devices is None:
+        import jax
 
-
-def describe_hardware(devices: Sequence[str]) -> Hardware:
-    """The same with these accelerators, which may belong to other processes."""
+        devices = [str(device) for device in jax.local_devices()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return {'cores': cores, 'machine': platform.machine(), 'devices': list(devices)}
 
@@ -86,7 +86,7 @@ def read_environment(devices: Sequence[str] | None = None) -> Environment:
         import jax
 
         devices = [f'{device} ({device.device_kind})' for device in jax.local_devices()]
-    found = describe_hardware(devices)
+    found = hardware(devices)
     return {
         'commit': git_commit(),
         'versions': package_versions(),

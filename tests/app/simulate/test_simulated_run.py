@@ -49,7 +49,7 @@ def without(event, *names):
 
 def simulate_again(real, fields, workdir, monkeypatch):
     """Events of a real run of these fields, and of the simulation with its lengths and the shapes of its programs."""
-    program = real.session.program.parts.generation.engines[0].stream.backend
+    program = real.session.program.parts.generation.rollout.engines[0].stream.backend
     for shape in ('prefill_bucket', 'batch_bucket'):
         monkeypatch.setattr(CountBackend, shape, staticmethod(getattr(program, shape)))
     [prompt] = {len(group.trajectories[0].prompt.tokens) for groups in real.batches for group in groups}
