@@ -26,8 +26,8 @@ from areal_jax.checkpoint.shards import StoredArray
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.cluster import parse_learner
-from areal_jax.config.declarations import COPIED_CRITIC
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.loss import COPIED_CRITIC
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError, read_hf_config

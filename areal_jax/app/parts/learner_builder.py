@@ -145,8 +145,9 @@ def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder
             f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
             'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
         )
-    form = {'layers': config.learner.layers, 'remat': config.learner.remat, 'lora': build_lora(config)}
-    decoder = Decoder(model.decoder.config, **form)
+    lora = build_lora(config)
+    form = {'layers': config.learner.layers, 'remat': config.learner.remat}
+    decoder = Decoder(model.decoder.config, **form, lora=lora)
     assert model.params is not None, 'a learner has taken the weights already'
     return decoder, decoder.complete(model.params, config.run.seed)
 
