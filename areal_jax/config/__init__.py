@@ -44,11 +44,11 @@ DATACLASSES: Mapping[str, type[ConfigSection]] = {
         DiagnosticsSection,
     )
 }
-FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
+FieldValue: TypeAlias = Any  # has the type that the field declares, which a type checker cannot derive from the name
 
 
 def default_config() -> config_dict.ConfigDict:
-    """Every field with its default; experiment files start from a copy and set what differs."""
+    """Returns every field with its default; experiment files start from a copy and set what differs."""
     sections = {name: {key: field.initial() for key, field in fields.items()} for name, fields in SECTIONS.items()}
     config = config_dict.ConfigDict(sections).lock()
     for path in FREE:
@@ -58,7 +58,7 @@ def default_config() -> config_dict.ConfigDict:
 
 
 def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[str, FieldValue]]:
-    """('rollout.slots', 8), ... for every leaf."""
+    """Yields ('rollout.slots', 8), ... for every leaf."""
     for key, value in config.items():
         path = f'{prefix}{key}'
         if isinstance(value, (config_dict.ConfigDict, dict)):
@@ -75,17 +75,17 @@ def require_local_fields(config: config_dict.ConfigDict) -> None:
 
 
 def validate(config: config_dict.ConfigDict) -> None:
-    """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
+    """Raises ConfigError for a config that cannot run, naming the fields, their values and the fix."""
     _require_rules(config, find_problems)
 
 
 def validate_evaluation(config: config_dict.ConfigDict) -> None:
-    """The same for a model that is only evaluated: what could not be trained may pass."""
+    """Raises ConfigError as `validate` does, by the rules of evaluation alone: an untrainable config may pass."""
     _require_rules(config, find_evaluation_problems)
 
 
 def validate_scoring(config: config_dict.ConfigDict) -> None:
-    """The same where answers are only scored: nothing is trained or generated."""
+    """Raises ConfigError as `validate` does, for a run that only scores answers: it neither trains nor generates."""
     _require_rules(config, find_task_problems)
 
 
@@ -102,12 +102,12 @@ def _require_rules(config: config_dict.ConfigDict, find: Callable[[config_dict.C
 class TrackedConfig:
     """A read-only view of a resolved config that knows which fields are used.
 
-    A run that trains uses the fields of DATACLASSES whose declarations say so (`used_if`), and of the other sections
-    the fields that were read. What trains nothing uses of DATACLASSES the fields that are for it (`also_for`), and
-    what it notes (`note_used`).
+    In a training run, a field of a section in DATACLASSES is used if its declaration says so (`used_if`) and it was
+    not noted as idle (`note_idle`); a field of another section is used if it was read. In other runs, a field of a
+    section in DATACLASSES is used if it is declared for that purpose (`also_for`) or was noted as used (`note_used`).
 
     Args:
-      overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
+      overrides: the fields that the command line sets, such as 'rollout.slots'; the run as built must use each.
     """
 
     rollout: RolloutSection
@@ -133,19 +133,19 @@ class TrackedConfig:
         return _TrackedSection(self._config[section], section, self._read)
 
     def as_dict(self) -> dict[str, dict[str, Value]]:
-        """Plain nested dict, without marking anything as read."""
+        """Returns a plain nested dict, without marking any field as read."""
         return json.loads(self._config.to_json_best_effort())
 
     def note_used(self, paths: Iterable[str]) -> None:
-        """Fields, and all fields of whole sections, that other processes of the run read."""
+        """Marks fields, and all fields of whole sections, as used: other processes of the run read them."""
         self._read.update(_list_paths(paths))
 
     def note_idle(self, paths: Iterable[str]) -> None:
-        """Takes fields, and whole sections, that code of the user's own might have used, and does not."""
+        """Marks fields, and all fields of whole sections, as idle: the user's own code could use them but does not."""
         self._idle.update(_list_paths(paths))
 
     def unread(self) -> list[tuple[str, Value]]:
-        """Fields whose value differs from the default and that nothing has read."""
+        """Returns (field, value) of the fields that are not used although their value differs from the default."""
         return [
             (path, value)
             for path, value in flatten(self._config)
@@ -153,7 +153,7 @@ class TrackedConfig:
         ]
 
     def _is_read(self, path: str) -> bool:
-        """Whether the field is used: declared so, or read, or an option of a free section that was read."""
+        """Whether the run uses the field: it is declared so, or it was read, or its free section was read."""
         section, name = path.split('.')[:2]
         if kind := DATACLASSES.get(section):
             if self._purpose is Purpose.TRAINING:
@@ -163,7 +163,7 @@ class TrackedConfig:
         return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:
-        """'evaluation.samples=16', ... for the report: set in the config file, and not used by the run as built."""
+        """Returns 'evaluation.samples=16', ... for the report: fields that are set but not used by the run as built."""
         return [f'{path}={value!r}' for path, value in self.unread()]
 
     def require_all_read(self) -> None:
@@ -180,7 +180,7 @@ class TrackedConfig:
 
 
 def _list_paths(paths: Iterable[str]) -> Iterator[str]:
-    """Yields the fields, and those of each section that is named whole."""
+    """Yields each named field, and every field of each named section."""
     for path in paths:
         yield from [path] if '.' in path else (f'{path}.{field}' for field in SECTIONS[path])
 

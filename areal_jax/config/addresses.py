@@ -1,4 +1,4 @@
-"""Addresses of this machine, of either version of the internet protocol, as processes of a run listen at them."""
+"""Addresses of this machine, IPv4 or IPv6, at which processes of a run listen."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterable
 
 from areal_jax.errors import UserError
 
-ALL_ADDRESSES = ('0.0.0.0', '::')  # of a machine, where a server listens
+ALL_ADDRESSES = ('0.0.0.0', '::')  # a server that listens there accepts connections on all interfaces
 _MOST_PORT, _PORT_DIGITS = 65535, 5
 _AUTHORITY = re.compile(r'(\[[0-9a-f:.]+\]|[0-9a-z._-]+)(?::[0-9]*)?', re.ASCII | re.IGNORECASE)
 
 
 def join_address(host: str, port: int) -> str:
-    """'host:port', with brackets around a host of version 6."""
+    """Returns 'host:port', with brackets around an IPv6 host."""
     return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
 
 
 def split_address(text: str) -> tuple[str, int] | None:
-    """(host, port) of 'host', 'host:port', '[v6]' or '[v6]:port'; port 0 where none is named. None for other texts."""
+    """Returns (host, port) of 'host', 'host:port', '[v6]' or '[v6]:port'; no port: 0. Returns None for other texts."""
     has_port = ':' in text and not text.endswith(']')
     host, port = text.rsplit(':', 1) if has_port else (text, '0')
     if not host or not port.isdecimal() or (':' in host and not host.startswith('[')):
@@ -31,13 +31,13 @@ def split_address(text: str) -> tuple[str, int] | None:
 
 
 def parse_host(authority: str) -> str:
-    """The host of 'host', 'host:port', '[v6]' or '[v6]:port', as hosts are compared; '' for any other text."""
+    """The host of 'host', 'host:port', '[v6]' or '[v6]:port', normalised for comparison; '' for any other text."""
     match = _AUTHORITY.fullmatch(authority)
     return match[1].lower().strip('[]').removesuffix('.') if match else ''
 
 
 def name_hosts(names: Iterable[str]) -> frozenset[str]:
-    """Names and addresses as hosts are compared, without other texts and what stands for all addresses of a machine."""
+    """Normalises names and addresses for comparison; leaves out ALL_ADDRESSES and texts that are neither."""
     return frozenset(host for host in map(_parse_name, names) if host and host not in ALL_ADDRESSES)
 
 
@@ -49,7 +49,7 @@ def _parse_name(name: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host that `parse_host` gave is this machine's own, which nobody else reaches: 127.0.0.0/8, ::1."""
+    """Whether a host from `parse_host` is a loopback address, which no other machine reaches: 127.0.0.0/8, ::1."""
     try:
         return host == 'localhost' or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -57,12 +57,12 @@ def is_loopback(host: str) -> bool:
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """Of a socket that listens at the host."""
+    """The address family of a socket that listens at the host."""
     return socket.AF_INET6 if ':' in host else socket.AF_INET
 
 
 def find_free_port(host: str) -> int:
-    """A free port; raises UserError for a host that is not an address of this machine."""
+    """Returns a free port; raises UserError for a host that is not an address of this machine."""
     with socket.socket(address_family(host), socket.SOCK_STREAM) as free:
         try:
             free.bind((host, 0))

@@ -79,7 +79,7 @@ def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
 
 
-# Where code that a model wrote runs: levels of task.sandbox, rules of the task `code` and of tools that run it.
+# Sandboxes for code that a model wrote: levels of task.sandbox, rules of the task `code` and of tools that run it.
 
 
 AUTO, NONE, LANDLOCK, BUBBLEWRAP = 'auto', 'none', 'landlock', 'bubblewrap'
@@ -88,40 +88,40 @@ LEVELS = (AUTO, *CONFINING, NONE)
 RUN_MODEL_CODE = ('code',)  # task.name: tasks of this package whose scorers run what a model wrote
 
 NAME, HUMAN_EVAL = 'code', 'humaneval'  # task.name, task.path
-_CHECKS, _WALL = 2, 3  # of an answer: its tests and the hidden ones; wall seconds for a CPU second of the limit
-_CHECK_SHARE = 0.9  # of task.verifier_deadline_s: its worker starts and ends what it runs in the rest
+_CHECKS, _WALL = 2, 3  # checks per answer: visible and hidden tests; wall seconds per CPU second of the limit
+_CHECK_SHARE = 0.9  # of task.verifier_deadline_s; the worker starts and ends its programs in the rest
 _FIELDS = ('show_tests', 'partial_credit')
-PACKAGES = ('numpy',)  # task.packages, where nobody sets it
+PACKAGES = ('numpy',)  # the default of task.packages
 
 Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
 
 
 def runs_model_code(task: Config) -> bool:
-    """Whether the scorer of this package that the section `task` names runs code of a model."""
+    """Whether the section `task` names a scorer of this package that runs code that a model wrote."""
     return task.name in RUN_MODEL_CODE and not task.reward
 
 
 def has_own_scorer(task: Config) -> bool:
-    """Whether a function of the user's own scores: nobody but the user knows whether it runs code of a model."""
+    """Whether the user's own function scores: only the user knows whether it runs code that a model wrote."""
     return bool(task.reward) or is_own(task.name)
 
 
 def resolve_sandbox(task: Config) -> str:
-    """The level of the scorer that the section `task` asks for, one of CONFINING or NONE."""
+    """The sandbox level of the scorer that the section `task` names: one of CONFINING, or NONE."""
     if not (runs_model_code(task) or has_own_scorer(task)):
-        return NONE  # task.sandbox is that of a tool
+        return NONE  # task.sandbox applies to tools only
     if task.sandbox != AUTO:
         return str(task.sandbox)
     return LANDLOCK if runs_model_code(task) else NONE
 
 
 def runs_tools(c: Config) -> bool:
-    """Whether a tool of agent.tools runs code of a model."""
+    """Whether a tool of agent.tools runs code that a model wrote."""
     return PYTHON in c.agent.tools
 
 
 def resolve_tool_sandbox(task: Config) -> str:
-    """The level of such a tool, one of CONFINING; NONE is refused."""
+    """The sandbox level of a tool that runs a model's code: one of CONFINING; `find_sandbox_problems` refuses NONE."""
     return LANDLOCK if task.sandbox == AUTO else str(task.sandbox)
 
 
@@ -154,7 +154,7 @@ def find_sandbox_problems(c: Config) -> Iterator[str]:
 
 
 def find_sandbox_warnings(c: Config) -> Iterator[str]:
-    """A sentence for code of a model that nothing confines."""
+    """Yields a sentence for code that a model wrote and no sandbox confines."""
     if runs_model_code(c.task) and c.task.sandbox == NONE:
         yield (
             f'task.sandbox={NONE!r} with task.name={c.task.name!r}: code that the model wrote ran with all rights of '
@@ -185,17 +185,17 @@ def find_code_problems(c: Config) -> Iterator[str]:
 
 
 def find_check_budget(deadline_s: float) -> float:
-    """Wall seconds of the whole check of an answer, which end before its worker is killed."""
+    """The wall seconds for all checks of an answer: they end before `deadline_s`, when the worker is killed."""
     return _CHECK_SHARE * deadline_s
 
 
 def find_least_deadline(time_limit_s: float, checks: int = _CHECKS) -> float:
-    """The least task.verifier_deadline_s, rounded up to tenths, for so many checks with a limit of CPU seconds."""
+    """The least task.verifier_deadline_s, rounded up to 0.1 s, for `checks` checks of `time_limit_s` CPU seconds."""
     return math.ceil(10 * checks * _WALL * time_limit_s / _CHECK_SHARE) / 10
 
 
 def find_training_problems(c: Config) -> Iterator[str]:
-    """The same for what is trained on."""
+    """Yields a sentence for a task that must not be trained on."""
     if c.task.name == NAME and c.task.path == HUMAN_EVAL:
         yield (
             f'task.path={HUMAN_EVAL!r} is for evaluation only: training on it would spoil what it measures; use '

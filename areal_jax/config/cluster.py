@@ -1,6 +1,6 @@
-"""What `cluster.learner` and `cluster.engines` say: the mesh and the processes of the learner, and who decodes where.
+"""Parses `cluster.learner` and `cluster.engines`: the mesh and processes of the learner, and the devices of engines.
 
-Parsed without jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/rules.py`
+It does not need jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/rules.py`
 then chooses the devices. `list_roles` says which processes a launcher starts.
 """
 
@@ -21,7 +21,7 @@ from areal_jax.errors import suggest
 
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')  # of the learner's mesh
-ENGINE_AXES = ('expert', 'tensor')  # of an engine's
+ENGINE_AXES = ('expert', 'tensor')  # of an engine's mesh
 ONE_DEVICE = 'data=1'  # the default of cluster.learner
 MOST_ENGINES = 1024  # each has a thread
 USE_EQUAL = "use equal engines, such as '4 x tensor=1'"
@@ -39,14 +39,14 @@ _FORMER = {
 
 @dataclasses.dataclass(frozen=True)
 class LearnerLayout:
-    """The sizes of the learner's mesh, and over how many processes it is spread."""
+    """The sizes of the learner's mesh, and the number of its processes."""
 
     data: int = 1  # replicas
     fsdp: int = 1  # shards of parameters, optimizer state and batch rows
     expert: int = 1  # shards of the experts of a layer, and of batch rows
     context: int = 1  # slices of a row's tokens
     tensor: int = 1  # slices of heads, MLP and vocabulary
-    hosts: int | None = None  # processes, each with as many of the devices; None: one, which may also lead the run
+    hosts: int | None = None  # processes, with equally many devices each; None: one, which may also lead the run
 
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.sizes, strict=True):
@@ -60,7 +60,7 @@ class LearnerLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In the order of AXES."""
+        """The size of each axis, in the order of AXES."""
         return self.data, self.fsdp, self.expert, self.context, self.tensor
 
     @property
@@ -77,11 +77,11 @@ class LearnerLayout:
 
     @property
     def data_shards(self) -> int:
-        """Groups of devices that share out the rows of a micro-batch."""
+        """The number of parts into which the rows of a micro-batch are divided."""
         return self.data * self.fsdp * self.expert
 
     def __str__(self) -> str:
-        """As in the config: 'data=2,fsdp=2', 'hosts=2 x fsdp=8'."""
+        """Formats the layout as in the config: 'data=2,fsdp=2', 'hosts=2 x fsdp=8'."""
         named = [f'{axis}={size}' for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         hosts = '' if self.hosts is None else f'hosts={self.hosts} x '
         return hosts + (','.join(named) or ONE_DEVICE)
@@ -92,7 +92,7 @@ class EngineGroup:
     """Engines of one size."""
 
     count: int = 1
-    shared: bool = True  # they decode on the learner's first device; False: on their own, after the learner's
+    shared: bool = True  # they decode on the learner's first device; False: on separate ones, after the learner's
     tensor: int = 1  # parts of heads, MLP, vocabulary and KV cache
     expert: int = 1  # parts of the experts of a layer
 
@@ -102,7 +102,7 @@ class EngineGroup:
         return self.expert * self.tensor
 
     def __str__(self) -> str:
-        """As in the config: '2 x shared', '2 x tensor=4', '2 x expert=2,tensor=2'."""
+        """Formats the group as in the config: '2 x shared', '2 x tensor=4', '2 x expert=2,tensor=2'."""
         sizes = zip(ENGINE_AXES, (self.expert, self.tensor), strict=True)
         named = [f'{axis}={size}' for axis, size in sizes if size > 1]
         return f'{self.count} x {"shared" if self.shared else ",".join(named) or "tensor=1"}'
@@ -110,9 +110,9 @@ class EngineGroup:
 
 @dataclasses.dataclass(frozen=True)
 class EnginesLayout:
-    """How many engines decode, on how many devices each; engines are numbered group by group."""
+    """The number of engines, and the devices of each; engines are numbered group by group."""
 
-    groups: tuple[EngineGroup, ...] = (EngineGroup(),)  # one or more, of which neighbours differ
+    groups: tuple[EngineGroup, ...] = (EngineGroup(),)  # one or more; adjacent groups differ
 
     @property
     def count(self) -> int:
@@ -145,37 +145,37 @@ class EnginesLayout:
 
     @property
     def devices_each(self) -> int:
-        """Devices of each of equal engines; raises ConfigError for engines of unequal size."""
+        """Devices of each engine; raises ConfigError for engines of unequal size."""
         return self.only_group.devices_each
 
     def select(self, index: int) -> EnginesLayout:
-        """The engine of this number alone."""
+        """Returns the layout of engine number `index` alone."""
         group = [group for group in self.groups for _ in range(group.count)][index]
         return EnginesLayout((dataclasses.replace(group, count=1),))
 
     def resize(self, count: int) -> EnginesLayout:
-        """So many equal engines; raises ConfigError for engines of unequal size."""
+        """Returns a layout of `count` engines of this size; raises ConfigError for engines of unequal size."""
         return EnginesLayout((dataclasses.replace(self.only_group, count=count),))
 
     def find_group(self, devices: int) -> EngineGroup:
-        """The group whose engines have so many devices; of equal engines theirs, whatever the number."""
+        """Returns the group with `devices` devices per engine; if all engines are equal, the only group."""
         if self.has_equal_engines:
             return self.groups[0]
         return next(group for group in self.groups if group.devices_each == devices)
 
     def place(self, first: int = 0) -> tuple[range, ...]:
-        """Numbers of the devices of each engine, one engine after the other, from `first` on."""
+        """Returns the device numbers of each engine, assigned consecutively from `first` on."""
         ends = itertools.accumulate(self.sizes, initial=first)
         return tuple(range(start, end) for start, end in itertools.pairwise(ends))
 
     def __str__(self) -> str:
-        """As in the config: '2 x tensor=2 + 4 x tensor=1'."""
+        """Formats the layout as in the config: '2 x tensor=2 + 4 x tensor=1'."""
         return ' + '.join(map(str, self.groups))
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSplit:
-    """Which devices train and which generate, as texts of the config."""
+    """A split of the devices between training and generation, as texts of the config."""
 
     learner: str  # as cluster.learner
     engines: str  # as cluster.engines
@@ -185,7 +185,7 @@ class DeviceSplit:
 
 
 def parse_learner(text: str) -> LearnerLayout:
-    """'data=2,fsdp=2' or 'hosts=2 x fsdp=8' -> the sizes of the whole mesh; an axis that is not named has size 1.
+    """Parses 'data=2,fsdp=2' or 'hosts=2 x fsdp=8' to the sizes of the whole mesh; an axis not named has size 1.
 
     Raises ConfigError for an unknown or repeated axis, for a size that is not a positive whole number, and for a mesh
     that cannot be shared out among the processes.
@@ -262,7 +262,7 @@ def _parse_group(part: str, text: str) -> EngineGroup:
 
 
 def require_fit(learner: LearnerLayout, engines: EnginesLayout, available: int, platform: str) -> None:
-    """Raises ConfigError, with both fields and the fix, where the layout needs more devices than there are."""
+    """Raises ConfigError, with both fields and the fix, if the layout needs more devices than `available`."""
     needed = learner.devices + engines.devices
     if needed <= available:
         return
@@ -281,11 +281,11 @@ class RoleCount:
 
     role: Role
     count: int
-    devices: int  # accelerators of each process, of unequal ones the most; 0: none
-    unequal: tuple[int, ...] = ()  # accelerators by index, where processes have unequally many
+    devices: int  # accelerators of each process, the maximum if they differ; 0: none
+    unequal: tuple[int, ...] = ()  # accelerators by process index; () if all processes have equally many
 
     def devices_of(self, index: int) -> int:
-        """Accelerators of one process."""
+        """The accelerators of process `index`."""
         return self.unequal[index] if self.unequal else self.devices
 
 
@@ -302,7 +302,7 @@ def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
 
 
 def has_roles(config: config_dict.ConfigDict) -> bool:
-    """Whether the config names the processes of the learner, which a launcher then starts beside a controller."""
+    """Whether the config sets hosts= for the learner, so that a launcher starts its processes and a controller."""
     return parse_learner(config.cluster.learner).hosts is not None
 
 
@@ -312,7 +312,7 @@ def describe_former(fields: Mapping[str, object]) -> str | None:
     if not named:
         return None
     new: dict[str, str] = {}
-    named = {path: 'N' if value is None else value for path, value in named.items()}  # the command line's next word
+    named = {path: 'N' if value is None else value for path, value in named.items()}  # None: the next word has it
     sizes = [f'{axis}={value}' for axis in AXES if (value := named.get(f'mesh.{axis}', 1)) not in (1, '1')]
     if any(_FORMER[path] == LEARNER for path in named):
         processes = named.get('distributed.processes', 1)

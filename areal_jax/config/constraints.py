@@ -1,8 +1,8 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
-`config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
-hold. The rules of a single field are in declarations.py, those of the optimizer in optimizer.py, those of objectives in
-objective_constraints.py.
+`config.validate` raises the first sentence, and so does `config.validate_evaluation`, to which only some of the rules
+apply. Rules of a single field are in declarations.py, rules of objectives in objective_constraints.py, and other rules
+of one section in the file of that section.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from areal_jax.config.training import (
 
 
 def find_record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Who can send versions as records, and who can read them."""
+    """Yields a sentence if the channel's records cannot be sent or read, or publication.listen is malformed."""
     setting = f'publication.channel={c.publication.channel!r}'
     if c.publication.listen and split_address(c.publication.listen) is None:
         yield (
@@ -74,7 +74,7 @@ def find_record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Who cannot send or take what changed between two versions."""
+    """Yields a sentence for each setting with which deltas between versions cannot be sent or read."""
     publication, server = c.publication, c.rollout.server
     if not publication.delta:
         return
@@ -141,7 +141,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """The same for a model that is only evaluated: rules of training do not hold."""
+    """Yields a sentence for each rule that a config for evaluation alone breaks: rules of training do not apply."""
     parse_engines(c.cluster.engines)
     yield from find_evaluation_problem(c)
     yield from find_agent_problems(c)
@@ -189,7 +189,7 @@ def _evaluation_engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Answers that give an unintended, biased signal."""
+    """Yields a sentence for sampling that biases the training signal unintentionally."""
     if cuts_softmax(c) and c.loss.truncated_sampling == 'refuse':
         yield (
             f'rollout.top_k={c.rollout.top_k} and rollout.top_p={c.rollout.top_p} draw from a part of the softmax, but '
@@ -199,7 +199,7 @@ def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What must hold something else: the buffer a batch, a slot an answer."""
+    """Yields a sentence if the buffer cannot hold a batch, or an engine's slot an answer."""
     learner = c.learner
     if c.buffer.capacity < learner.groups_per_update:
         yield (
@@ -210,7 +210,7 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """The rules of task and model alone."""
+    """Yields a sentence for each broken rule of task and model alone."""
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
     if c.task.name == 'jsonl' and c.task.answer == 'math' and c.task.verifier == 'inline':
@@ -229,7 +229,7 @@ def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """No file of Hugging Face describes a plain decoder, so it stays in this process."""
+    """Yields a sentence for each setting that writes a plain decoder to files: Hugging Face has no format for it."""
     if c.model.source != 'random' or c.model.family != 'plain':
         return
     channel, server = c.publication.channel, c.rollout.server
@@ -246,7 +246,7 @@ def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _export_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Exports beside training, which a role of their own makes from checkpoints."""
+    """Yields a sentence if exports during training have no exporter role, or no checkpoint to be made from."""
     if not (every := c.run.export_every):
         return
     if parse_learner(c.cluster.learner).hosts is None:

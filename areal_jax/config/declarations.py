@@ -2,7 +2,7 @@
 
     buffer.capacity  ->  capacity=Integer(64, COUNT, 'groups; a full buffer closes admission and never drops')
 
-A number has a default and a range, a Choice a default and all names that it may be. An Integer or Real with the default
+A number has a default and a range, a Choice a default and all allowed names. An Integer or Real with the default
 None may also be None. __init__.py builds and validates configs from the table, constraints.py holds the rules that join
 several fields. Two things may not be declared here: a second default, and a rule that needs another field.
 """
@@ -137,7 +137,7 @@ def _expert_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _symbol_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A head whose rows are the symbols of token_reversal."""
+    """Yields a sentence for each setting that a head with only the symbols of token_reversal excludes."""
     for path, value, fix in (
         ('model.family', c.model.family, 'plain'),
         ('model.characters', c.model.characters, ''),
@@ -148,7 +148,7 @@ def _symbol_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             yield f"model.outputs='symbols' leaves no other token to answer with: use {path}={fix!r}, not {value!r}"
 
 
-# The fields of the section `friction`, and what they do not go with. docs/frictions.md is their page.
+# The fields of the section `friction`, and the settings that they exclude. docs/frictions.md is their page.
 
 
 SHARES = ('actor_share', 'reward_share', 'unrewarded_share')
@@ -196,7 +196,7 @@ def find_friction_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_evaluation_problem(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Of a model that is only evaluated."""
+    """Yields a sentence for each friction that is set for a model that is only evaluated."""
     for name in SHARES:
         if share := c.friction[name]:
             yield (
@@ -204,7 +204,7 @@ def find_evaluation_problem(c: config_dict.ConfigDict) -> Iterator[str]:
             )
 
 
-# The fields of the section `simulation`, and what a simulation can not do. docs/simulation.md is their page.
+# The fields of the section `simulation`, and the settings that a simulation excludes. docs/simulation.md is their page.
 
 
 ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
@@ -529,14 +529,14 @@ FREE = tuple(path for path, field in FIELDS.items() if isinstance(field, Options
 
 
 def choices(path: str) -> tuple[str, ...]:
-    """The names that a Choice may be; the code that implements them has its list from here."""
+    """The allowed names of a Choice; the code that implements them takes its list from here."""
     field = FIELDS[path]
     assert isinstance(field, Choice), f'{path} is no Choice'
     return field.choices
 
 
 def require_allowed(values: Mapping[str, Value]) -> None:
-    """Raises ConfigError for the first of {'learner.loss_scale': 1.0, ...} that its field may not hold."""
+    """Raises ConfigError for the first value of {'learner.loss_scale': 1.0, ...} that its field does not allow."""
     for path, value in values.items():
         if path.rpartition('.')[0] not in FREE:
             FIELDS[path].require_allowed(path, value)

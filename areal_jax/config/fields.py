@@ -1,7 +1,7 @@
 """The kinds of config fields. A declaration is one value: default, allowed values, meaning, and when it is used.
 
-A section is a dataclass, `ConfigSection`, which the part that uses it gets with the values of a config, or a table in
-declarations.py. __init__.py builds and validates configs; page.py documents the fields.
+A section is a table in declarations.py, or a dataclass (`ConfigSection`) that is passed, with the values of a config,
+to the part that uses it. __init__.py builds and validates configs; page.py documents the fields.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Range:
 
     low: float
     high: float
-    rule: str  # the same in words, after 'must'
+    rule: str  # the range in words, after 'must'
     or_none: bool = False  # None is allowed too
 
     def __contains__(self, value: float | None) -> bool:
         return self.or_none if value is None else self.low <= value <= self.high
 
     def require(self, field: str, value: float | None) -> None:
-        """Raises ConfigError where `value` is outside."""
+        """Raises ConfigError if `value` is outside."""
         if value not in self:
             raise ConfigError(f'{field}={value} must {self.describe()}')
 
     def describe(self) -> str:
-        """'be at least 1 and below 2^31, or be None'."""
+        """The rule in words: 'be at least 1 and below 2^31, or be None'."""
         return f'{self.rule}, or be None' if self.or_none else self.rule
 
 
@@ -83,7 +83,7 @@ def always(config: Config) -> bool:
 
 
 class Purpose(enum.Enum):
-    """What a config is read for."""
+    """The purpose for which a config is read."""
 
     TRAINING = enum.auto()
     EVALUATION = enum.auto()
@@ -93,17 +93,16 @@ class Purpose(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
-    """When a field is used, and by which names people know it."""
+    """The condition for using a field, and the field's other names."""
 
-    # whether a run that trains with this config uses the field; the part that gets the section gets the default where
-    # it does not
+    # whether a training run with this config uses the field; if not, the part that gets the section gets the default
     used_if: Callable[[Config], bool] = always
-    also_for: tuple[Purpose, ...] = ()  # what trains nothing, and uses the field as well
+    also_for: tuple[Purpose, ...] = ()  # purposes besides training for which the field is used
     other_names: str = ''  # in other RL libraries, with spaces between
 
 
 class Field(Use, abc.ABC):
-    """One field of the config: its default, what it may hold, what it means, and when it is used."""
+    """One field of the config: its default, allowed values, meaning, and when it is used."""
 
     default: Value | Mapping[str, Option]
     meaning: str  # for the reader of the table and of docs/config.md
@@ -124,14 +123,14 @@ class Field(Use, abc.ABC):
                 raise ConfigError(f'{path}={text!r} must be text in UTF-8, without zero bytes')
 
     def require_allowed(self, path: str, value: Value) -> None:
-        """Raises ConfigError for a value of the right type that the field may not hold."""
+        """Raises ConfigError for a value of the right type that the field does not allow."""
 
     def rule(self) -> str:
-        """What a value must do, in words: 'be a whole number', 'lie in [0, 1]'."""
+        """The requirement on a value, in words: 'be a whole number', 'lie in [0, 1]'."""
         return f'be {self.kind}'
 
     def initial(self) -> object:
-        """What a ConfigDict gets: the default, or a placeholder that keeps the type where the default is None."""
+        """The initial value in a ConfigDict: the default, or, if that is None, a placeholder that keeps the type."""
         return self.default
 
 
@@ -142,7 +141,7 @@ class _Number(Field):
 
     @property
     def allowed(self) -> Range:
-        """The range, and None where that is the default."""
+        """The range, which includes None if the default is None."""
         return dataclasses.replace(self.range, or_none=self.default is None)
 
     def require_allowed(self, path: str, value: Value) -> None:
@@ -205,7 +204,7 @@ class Text(Field):
 
 @dataclasses.dataclass(frozen=True)
 class Path(Text):
-    """A path, or a text with one in it, as FILE:FUNCTION and log(RUN) are; a URL is refused."""
+    """A path, or a text that contains one, such as FILE:FUNCTION or log(RUN); a URL is refused."""
 
     def require_allowed(self, path: str, value: Value) -> None:
         require_local(path, value)
@@ -249,7 +248,7 @@ class ChoiceOrOwn(Choice):
 
 @dataclasses.dataclass(frozen=True)
 class Options(Field):
-    """A section with any keys, for what the user's own code takes; by default it is empty."""
+    """A section with any keys, for parameters of the user's own code; empty by default."""
 
     meaning: str
     default: Mapping[str, Option] = dataclasses.field(default_factory=dict)
@@ -263,7 +262,7 @@ class Options(Field):
         return all(element is None or isinstance(element, bool | int | float | str) for element in elements)
 
     def require_type(self, path: str, value: object) -> None:
-        """Raises ConfigError for no section, and for an option that is neither a number, text, flag, None or tuple."""
+        """Raises ConfigError if the value is no section, an option has a wrong type, or a key is no identifier."""
         if not isinstance(value, Mapping | config_dict.ConfigDict):
             raise ConfigError(f'{path}={value!r} must be {self.kind}; set one of them, {path}.KEY=VALUE')
         for key in value:
@@ -281,7 +280,7 @@ class Options(Field):
 
 @dataclasses.dataclass(frozen=True)
 class GroupCount(Text):
-    """How many groups: a whole number as a text, or 'all'."""
+    """A number of groups: a whole number as a text, or 'all'."""
 
     def require_allowed(self, path: str, value: Value) -> None:
         if value != 'all' and not (isinstance(value, str) and value.isascii() and value.isdigit()):
@@ -353,7 +352,7 @@ class Section(Mapping[str, Field]):
 
 
 def declare(field: Field, **changes: Any) -> Any:
-    """A field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
+    """Returns a field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
     return dataclasses.field(**({'default': field.default, 'metadata': {_DECLARED: field}} | changes))
 
 
@@ -361,12 +360,12 @@ def declare(field: Field, **changes: Any) -> Any:
 class ConfigSection:
     """A section of the config as the part that uses it gets it: each field is made by `declare`.
 
-    Raises ConfigError for a value that its field may not hold.
+    Raises ConfigError for a value that its field does not allow.
     """
 
     section: ClassVar[str]  # its name in the config
     title: ClassVar[str]  # in docs/config.md
-    used_if: ClassVar[Callable[[Config], bool]] = always  # of all fields, beside the condition that each may have
+    used_if: ClassVar[Callable[[Config], bool]] = always  # for all fields, in addition to the condition of each field
 
     def __post_init__(self) -> None:
         for name, field in list_fields(type(self)).items():
@@ -374,7 +373,7 @@ class ConfigSection:
 
 
 def declare_section(kind: type[ConfigSection]) -> Section:
-    """The table of a section that is a dataclass."""
+    """Returns the fields of a section that is a dataclass, as a table."""
     return Section(kind.title, **list_fields(kind))
 
 
@@ -392,7 +391,7 @@ def is_used(kind: type[ConfigSection], name: str, config: Config) -> bool:
 
 
 def read_section(kind: type[SectionKind], config: Config, purpose: Purpose) -> SectionKind:
-    """Returns the section of a config; a field that a run that trains does not use has its default."""
+    """Returns the section of a config; in a training run, a field that is not used has its default."""
     values, used = getattr(config, kind.section), {}
     for name in list_fields(kind):
         if purpose is not Purpose.TRAINING or is_used(kind, name, config):

@@ -31,8 +31,8 @@ from areal_jax.config.kinds import IN_PROCESS, SERVERS, describe_addresses, find
 from areal_jax.config.training import generates
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
-_BY_ENGINES = (Purpose.EVALUATION, Purpose.SERVING)  # have engines too
-_BY_ANSWERS = (Purpose.EVALUATION,)  # samples too; requests to a server bring these values
+_BY_ENGINES = (Purpose.EVALUATION, Purpose.SERVING)  # purposes that have engines too
+_BY_ANSWERS = (Purpose.EVALUATION,)  # samples answers too; requests to a server bring these values
 
 
 def uses_servers(c: Config) -> bool:
@@ -67,7 +67,7 @@ def _holds_leases(c: Config) -> bool:
 
 
 def _has_episodes(c: Config) -> bool:
-    """Tells whether answers may be episodes of agents, which a function of the user's own decides when it is called."""
+    """Tells whether answers may be episodes of agents; the user's own workflow decides that when it is called."""
     if c.simulation.prices:
         return bool(c.simulation.turns) or c.simulation.answers.strip().startswith('log(')
     return c.rollout.workflow != 'single_turn'
@@ -75,7 +75,7 @@ def _has_episodes(c: Config) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSection(ConfigSection):
-    """Where answers come from, and how they are generated."""
+    """The source of answers, and how they are generated."""
 
     section: ClassVar[str] = 'rollout'
     title: ClassVar[str] = 'Generation'
@@ -291,9 +291,9 @@ class RolloutSection(ConfigSection):
     )
 
     def count_cache_blocks(self, slots: int, *, beside: bool = False) -> int:
-        """Returns the blocks of the KV cache of an engine with so many slots: cache_tokens, or a context for each.
+        """Returns the KV-cache blocks of an engine: cache_tokens, or a full context for each of `slots` if that is 0.
 
-        The slots for evaluation beside training get no more than they can fill.
+        The slots for evaluation during training get no more blocks than they can fill.
         """
         most = slots * -(-self.context_tokens // self.block_tokens)
         if not self.cache_tokens:
@@ -303,7 +303,7 @@ class RolloutSection(ConfigSection):
 
 
 def find_server_problems(c: Config) -> Iterator[str]:
-    """What engines in other processes cannot do."""
+    """Yields a sentence for each setting that rollout.server excludes, mostly for servers in other processes."""
     rollout, setting = c.rollout, f'rollout.server={c.rollout.server!r}'
     kind = find_server(rollout.server)
     if rollout.urls and not kind.takes_urls:
@@ -355,7 +355,7 @@ def find_server_problems(c: Config) -> Iterator[str]:
 
 
 def find_sparing_problems(c: Config) -> Iterator[str]:
-    """What does not go with leaving out a class of engines at a publication."""
+    """Yields a sentence for each setting that does not go with leaving out a slow class of engines at a publication."""
     if c.rollout.slow_engines != 'spare':
         return
     server, schedule, reallocate = c.rollout.server, c.staleness.schedule, c.cluster.reallocate
@@ -369,7 +369,7 @@ def find_sparing_problems(c: Config) -> Iterator[str]:
 
 
 def find_quantization_problems(c: Config) -> Iterator[str]:
-    """What engines with weights in 8 bits do not take; the fix is always to leave them as published."""
+    """Yields a sentence for each setting that 8-bit engines exclude; the fix is always to use published weights."""
     if c.rollout.weights != 'int8':
         return
     server = c.rollout.server
@@ -392,7 +392,7 @@ def find_quantization_problems(c: Config) -> Iterator[str]:
 
 
 def find_route_problems(c: Config) -> Iterator[str]:
-    """Routing replay without anything to replay."""
+    """Yields a sentence if there are no routes of experts to replay or to record."""
     rollout, kind = c.rollout, find_server(c.rollout.server)
     if c.learner.routes == 'replay' and not rollout.record_routes:
         yield (
@@ -415,7 +415,7 @@ def find_route_problems(c: Config) -> Iterator[str]:
 
 
 def find_engine_problems(c: Config) -> Iterator[str]:
-    """What an engine must hold: a prompt beside an answer, and one sequence in its cache."""
+    """Yields a sentence if an engine cannot prefill, or hold a prompt and an answer, or one sequence in its cache."""
     rollout = c.rollout
     if rollout.max_new_tokens >= rollout.context_tokens:
         yield (

@@ -1,8 +1,8 @@
-"""What servers and channels can do, by kind: code asks an entry of these tables and never compares names.
+"""The capabilities of servers and channels, by kind: code asks an entry of these tables and never compares names.
 
-`rollout.server` names a ServerKind, `publication.channel` a ChannelKind: one of this file, or FILE.py:FUNCTION, a
-function of the user's own without parameters that returns one (tests/app/test_own_kinds.py has two). A kind says
-where its functions are by name, 'package.module:function', so that the table imports neither jax nor a network library.
+`rollout.server` names a ServerKind, `publication.channel` a ChannelKind: one of this file, or FILE.py:FUNCTION, the
+user's own function without parameters that returns one (tests/app/test_own_kinds.py has two). A kind refers to its
+functions by name, 'package.module:function', so that the table imports neither jax nor a network library.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ class ClientKind:
 
     name: str  # `kind` of the entry in the registry; the address in rollout.urls is 'NAME+http://host:port'
     connect: Reference  # (rollout.http.clients.engine.ClientParts) -> ServerEngine
-    has_address: bool = True  # may stand in rollout.urls
-    packs_tied_head: bool = False  # on a CPU it keeps the head of its first version where that is the embedding
+    has_address: bool = True  # may be used in rollout.urls
+    packs_tied_head: bool = False  # on a CPU it keeps the first version's head if that is tied to the embedding
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How servers of a kind are started."""
+    """The functions that start servers of a kind."""
 
     serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
-    plan: Reference  # (config, workdir, number) -> the words after `python -m` of that server beside a trainer
-    require: Reference | None = None  # () -> None; raises UserError where none can be started here
-    prepare: Reference | None = None  # (config, workdir) -> None: writes what the servers beside a trainer read
+    plan: Reference  # (config, workdir, number) -> the words after `python -m` for that server next to a trainer
+    require: Reference | None = None  # () -> None; raises UserError if none can be started here
+    prepare: Reference | None = None  # (config, workdir) -> None: writes the files that servers next to a trainer read
     front: Reference | None = None  # () -> app.roles.server_front.FrontKind of areal-serve; None: HTTP
-    enter: Reference | None = None  # () -> None: goes on under the interpreter that has what its servers import
+    enter: Reference | None = None  # () -> None: continues under the interpreter that has the modules of its servers
     registers_at_start: bool = False  # its entry is in the registry while the server is still being built
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerKind:
-    """Where answers come from."""
+    """A source of answers."""
 
     name: str
     clients: tuple[ClientKind, ...] = ()  # protocols of its servers; none: engines decode in the learner's process
     launch: Launch | None = None  # None: no launcher of this project starts them
     takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
-    reads_deltas: bool = False  # a server, or the receiver beside it, takes what changed (publication.delta)
-    has_own_engines: bool = False  # of this project: they use what the section rollout says of decoding
-    keeps_kv: bool = False  # under new weights, of unfinished answers
+    reads_deltas: bool = False  # a server, or the receiver next to it, takes deltas (publication.delta)
+    has_own_engines: bool = False  # of this project, which use the decoding fields of the section rollout
+    keeps_kv: bool = False  # of unfinished answers under new weights
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     gives_routes: bool = False  # which experts each token has reached (rollout.record_routes)
     cuts_experts: bool = False  # over devices, as expert=K of cluster.engines asks
-    leases_pauses: bool = False  # a pause ends by itself where the run is gone (rollout.pause_lease_s)
-    limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
+    leases_pauses: bool = False  # a pause ends by itself if the run is gone (rollout.pause_lease_s)
+    limits_streams: bool = False  # its servers take server.max_streams answers at once, not rollout.slots
     modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
-    reads_records: bool = False  # loads versions that a channel sends as records, and not only directories of files
-    reads: tuple[str, ...] = ()  # fields, or whole sections, that its servers use, of sections without a dataclass
+    reads_records: bool = False  # loads versions sent as records too, not only directories of files
+    reads: tuple[str, ...] = ()  # fields or whole sections that its servers use, of sections without a dataclass
 
     @property
     def in_process(self) -> bool:
-        """Engines decode in the process of the learner."""
+        """Whether engines decode in the process of the learner."""
         return not self.clients
 
 
 @dataclasses.dataclass(frozen=True)
 class ChannelKind:
-    """How weights get from the learner to the engines."""
+    """A channel that carries weights from the learner to the engines."""
 
     name: str
     build: Reference  # (app.parts.channels.ChannelParts) -> protocols.Channel
@@ -81,7 +81,7 @@ class ChannelKind:
 
     @property
     def writes_files(self) -> bool:
-        """Versions are directories that any server loads, and each process of a learner writes its own part."""
+        """Whether versions are directories that any server loads; each process of a learner writes its own part."""
         return self.reaches_processes and not self.sends_records
 
 
@@ -95,7 +95,7 @@ SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:conn
 _READ_BY_SERVERS = (
     *('server', 'cluster.engines'),
     *('publication.channel', 'publication.reader_deadline_s', 'publication.record_deadline_s'),
-)  # of this project
+)  # servers of this project
 IN_PROCESS = ServerKind(
     'in_process',
     reads_deltas=True,
@@ -212,20 +212,20 @@ CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILE
 
 
 def find_server(name: str) -> ServerKind:
-    """The kind that rollout.server names.
+    """Returns the kind that rollout.server names.
 
-    Raises UserError for a name that is neither in the table nor a function of the user's own that returns a kind.
+    Raises UserError for a name that is neither in the table nor the user's own function that returns a kind.
     """
     return _find(SERVER, name, SERVERS, ServerKind)
 
 
 def find_channel(name: str) -> ChannelKind:
-    """The kind that publication.channel names; raises UserError as `find_server` does."""
+    """Returns the kind that publication.channel names; raises UserError as `find_server` does."""
     return _find(CHANNEL, name, CHANNELS, ChannelKind)
 
 
 def resolve(reference: Reference, field: str) -> Callable[..., Any]:
-    """The function of a kind; `field` is the one that names the kind, for errors."""
+    """Returns the function that `reference` names; `field` is the config field that names the kind, for errors."""
     return load_function(reference, field) if isinstance(reference, str) else reference
 
 

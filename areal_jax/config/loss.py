@@ -50,7 +50,7 @@ def _has_teacher(c: Config) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Objective(ConfigSection):
-    """The fields of `loss` that stand before those of choices."""
+    """The fields of `loss` that precede the choices."""
 
     section: ClassVar[str] = 'loss'
     title: ClassVar[str] = 'What an update optimizes'
@@ -70,7 +70,7 @@ class _Objective(ConfigSection):
     )
 
 
-# those of choices, as they are set: '' or None leaves a choice to the method
+# the fields of choices, as they are set: '' or None leaves a choice to the method
 _Choices: Any = dataclasses.make_dataclass(
     '_Choices',
     [
@@ -85,7 +85,7 @@ _Choices: Any = dataclasses.make_dataclass(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSection(_Choices):
-    """What an update optimizes. objectives.py makes of it the combination of choices."""
+    """The objective of an update; objectives.py combines these fields with the choices of the method."""
 
     denominator: str = declare(
         Choice(
@@ -131,16 +131,16 @@ class LossSection(_Choices):
     )
 
 
-TRUNK_CRITIC, COPIED_CRITIC = 'trunk', 'copy'  # of critic.model; else a directory
+TRUNK_CRITIC, COPIED_CRITIC = 'trunk', 'copy'  # names in critic.model; any other is a directory
 
 
 def _may_train_critic(c: Config) -> bool:
-    """Tells whether an update trains values; an objective of the user's own says so when it is built."""
+    """Tells whether an update may train values; the user's own objective decides that when it is built."""
     return trains_critic(c.loss) or _is_own(c)
 
 
 def _reads_values(c: Config) -> bool:
-    """Tells whether values are read beside what is trained; those of a reward model are what is trained."""
+    """Tells whether values are read in addition to the trained output; a reward model trains the values themselves."""
     return not find_objective(c.loss.objective).scores
 
 
@@ -179,7 +179,7 @@ class CriticSection(ConfigSection):
 
     @property
     def own_model(self) -> bool:
-        """Tells whether the values have a model of their own, and are not a head on the policy's trunk."""
+        """Tells whether the values come from a separate model, not from a head on the policy's trunk."""
         return self.model != TRUNK_CRITIC
 
 

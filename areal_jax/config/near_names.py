@@ -1,6 +1,6 @@
-"""Which known name a wrong one was meant to be: by spelling, by its words, and by what other RL libraries call a field.
+"""Finds the known name that a wrong one means: by spelling, by its words, and by the names in other RL libraries.
 
-Nothing is found rather than a name that only looks alike: 'optimizer.lr' is the learning rate, and not 'optimizer.b2'.
+A name that only looks alike is not returned: 'optimizer.lr' is the learning rate, not 'optimizer.b2'.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_jax.config.declarations import FIELDS, SECTIONS
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ask_whether, find_near, suggest
 
-# TRL, verl, OpenRLHF and AReaL, and how people abbreviate
+# the names in TRL, verl, OpenRLHF and AReaL, and common abbreviations
 OTHER_NAMES: Mapping[str, str] = {
     'run.steps': 'max_steps num_steps total_steps total_training_steps n_updates num_updates iterations num_iterations',
     'run.seed': 'random_seed data_seed rng_seed',
@@ -62,7 +62,7 @@ OTHER_NAMES: Mapping[str, str] = {
     'telemetry.energy': 'energy_monitor log_energy power carbon codecarbon',
 }
 _FIELD_OF = {name: path for path, names in OTHER_NAMES.items() for name in names.split()}
-_FLAGS: Mapping[str, str] = {  # of the commands, by what other programs call them
+_FLAGS: Mapping[str, str] = {  # of the commands, with their names in other programs
     'workdir': 'output_dir out_dir log_dir logdir run_dir work_dir dir save_path default_local_dir save_dir experiment',
     'resume': 'resume_from_checkpoint restart continue resume_mode load_checkpoint',
     'model': 'model_path model_name model_name_or_path checkpoint ckpt pretrain',
@@ -78,9 +78,9 @@ _ABBREVIATIONS = {
 
 
 def find_field(path: str) -> str:
-    """The field of the config that 'optimizer.lr', 'algorithm.kl_ctrl.kl_coef' or 'batch_size' means; '' = none.
+    """Returns the config field that 'optimizer.lr', 'algorithm.kl_ctrl.kl_coef' or 'batch_size' means; '' = none.
 
-    First a field of that name in another section, then what other libraries call it, its spelling, and its words.
+    Tries a field of that name in any section, then the names in other libraries, the spelling, and the words.
     """
     plain = path.replace('-', '_').lower()
     section, _, rest = plain.partition('.')
@@ -104,10 +104,10 @@ def find_field(path: str) -> str:
 
 
 def find_flag(flag: str, own: Iterable[str]) -> str:
-    """The flag, or --config.SECTION.FIELD, that '--output_dir' or '--learning_rate' means; '' = none.
+    """Returns the flag, or --config.SECTION.FIELD, that '--output_dir' or '--learning_rate' means; '' = none.
 
     Args:
-      own: flags of the command, '--workdir'.
+      own: flags of the command, such as '--workdir'.
     """
     own, name = list(own), flag.lstrip('-').replace('-', '_')
     if (meant := f'--{_FLAG_OF.get(name, "")}') in own:
@@ -121,13 +121,13 @@ def find_flag(flag: str, own: Iterable[str]) -> str:
 
 
 def _nearest_section(section: str, paths: list[str]) -> str:
-    """The path whose section this one is, misspelled or not; else the first."""
+    """Returns the first path whose section is `section`, misspelled or not; else the first path."""
     near = find_near(section, [path.partition('.')[0] for path in paths])
     return next((path for path in paths if near and path.startswith(f'{near}.')), paths[0])
 
 
 def _find_by_words(section: str, field: str) -> str:
-    """The only field that has all words of this one, in its name or its section; '' for a single word."""
+    """Returns the only field, or the only one in `section`, with all words of `field`; '' for none or a single word."""
     words = _split(field)
     if len(words) < 2:
         return ''
@@ -139,16 +139,16 @@ def _find_by_words(section: str, field: str) -> str:
 
 
 def _split(name: str) -> set[str]:
-    """{'learning', 'rate'} of 'lr'."""
+    """Returns the words of a name, with abbreviations spelled out: {'learning', 'rate'} of 'lr'."""
     return {word for part in re.split(r'[._]', name) for word in _ABBREVIATIONS.get(part, part).split()}
 
 
-# Sections and fields of a config against the declared ones: unknown names, with the nearest known one, and types.
+# Checks of a config against the declarations: unknown names, with the nearest known one, and types.
 #
-# Also of one in the config.json of a run, which a user may have edited.
+# Also for the config.json of a run, which a user may have edited.
 
 
-# fields that runs were saved without, and what these runs do: it stays so where one goes on, or is looked at
+# fields that older runs were saved without -> what these runs did, kept when one is resumed or inspected
 FORMER: Mapping[str, str] = {'model.ends': 'eos', 'model.template_date': 'off'}
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
 _SEE = '; areal-config lists them'
@@ -156,12 +156,12 @@ _RESTORE = 'restore the file as the run wrote it'
 
 
 def suggest_flag(flag: str, own: Iterable[str]) -> str:
-    """'; did you mean --workdir?' for the --output_dir of another program; '' where none of `own` is near."""
+    """'; did you mean --workdir?' for the --output_dir of another program; '' if no flag is near."""
     return ask_whether(find_flag(flag, own))
 
 
 def unknown_field(path: str) -> ConfigError:
-    """The error for 'rollout.slotz', or for a path that has no section or more than one dot."""
+    """Returns the error for 'rollout.slotz', or for a path that has no section or more than one dot."""
     section, _, field = path.partition('.')
     if section not in SECTIONS:
         near = ask_whether(find_field(path)) or suggest(section, SECTIONS)
@@ -192,14 +192,14 @@ def require_declared(config: config_dict.ConfigDict) -> None:
 
 
 def read_saved(path: pathlib.Path, fix: str = _RESTORE) -> files.JsonObject:
-    """The config in a file, nested by section; raises FileError, which ends with `fix`, for what no run has written."""
+    """Reads a saved config, nested by section; raises FileError, ending with `fix`, for a file that no run wrote."""
     values = files.read_json(path, fix)
     require_saved(values, str(path), fix)
     return with_former(values)
 
 
 def with_former(values: files.JsonObject) -> files.JsonObject:
-    """A saved config with the fields of FORMER that its version did not have."""
+    """Returns a saved config, with the fields of FORMER that it lacks added."""
     found = dict(values)
     for path, value in FORMER.items():
         section, _, name = path.partition('.')
@@ -209,9 +209,9 @@ def with_former(values: files.JsonObject) -> files.JsonObject:
 
 
 def require_saved(values: Mapping[str, object], where: str, fix: str = _RESTORE) -> None:
-    """Raises FileError, which begins with `where`, for a section that is none and a value of another type.
+    """Raises FileError, which begins with `where`, for a section without fields and a value of another type.
 
-    Fields that are missing or unknown are of another version, and no fault.
+    Missing or unknown fields are accepted: the config is of another version.
     """
     for section, fields in values.items():
         if not isinstance(fields, dict):
@@ -227,7 +227,7 @@ def require_saved(values: Mapping[str, object], where: str, fix: str = _RESTORE)
 
 
 def _as_given(value: object) -> object:
-    """Tuples are lists in JSON, also those in options."""
+    """Turns the lists of JSON back into tuples, also in options."""
     if isinstance(value, list):
         return tuple(map(_as_given, value))
     return {name: _as_given(inner) for name, inner in value.items()} if isinstance(value, dict) else value

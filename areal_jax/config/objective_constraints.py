@@ -1,7 +1,7 @@
-"""Rules between the choices of a policy objective, and of those with other fields; see constraints.py.
+"""Rules that join the choices of a policy objective with each other and with other fields; see constraints.py.
 
-A combination that contradicts itself is refused. One that is sound but rarely meant is warned of, before the first
-update and in the report. docs/objectives.md has the reasons.
+A combination that contradicts itself is refused. One that is sound but rarely intended gives a warning, before the
+first update and in the report. docs/objectives.md has the reasons.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES
 _READ_RATIO = tuple(name for name, kind in SURROGATES.items() if kind.reads_ratio)
 _READ_NONE = tuple(name for name, kind in SURROGATES.items() if not kind.reads_ratio)
 _OF_TOKENS = tuple(name for name, kind in SURROGATES.items() if kind.of_tokens)
-_OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
+_OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios with one value per answer
 _GROUP_BASELINES = tuple(name for name, kind in ADVANTAGES.items() if kind.centres_groups)
 _MEANINGFUL = tuple(name for name, kind in ADVANTAGES.items() if kind.is_meant)
 _READ_LOG = tuple(name for name, kind in SURROGATES.items() if kind.reads_log)
 _IDLE_AT_ONE = tuple(name for name, kind in SURROGATES.items() if kind.idle_at_one)
-_LONG_ANSWER = 1000  # tokens: the product of so many ratios is 0 or at its bound
+_LONG_ANSWER = 1000  # tokens: a product over more ratios is 0 or at its bound
 
 
 Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
 
 
 class _Combination:
-    """The choices of a config, and how a sentence names one."""
+    """The choices of a config, and their names in messages."""
 
     def __init__(self, c: Config):
         self.config, self.choices = c, resolve(c.loss)
 
     def get(self, name: str) -> Any:
-        """The choice, or None where the combination does not use it."""
+        """Returns the choice, or None if the combination does not use it."""
         return self.choices.get(name)
 
     def has(self, name: str, *values: Any) -> bool:
         return self.choices.get(name) in values
 
     def show(self, name: str) -> str:
-        """ "loss.correction='truncate' (of loss.objective='decoupled_ppo')", the latter where the field is not set."""
+        """ "loss.correction='truncate' (of loss.objective='decoupled_ppo')", parentheses only if the field is unset."""
         shown = f'loss.{name}={self.choices[name]!r}'
         is_set = getattr(self.config.loss, name, None) not in (None, '')
         return shown if is_set else f'{shown} (of {FIELD}={self.config.loss.objective!r})'
 
 
 def find_objective_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A sentence for each contradiction: both fields, both values and the fix. Nothing for other objectives."""
+    """A sentence for each contradiction: both fields, both values and the fix. None without a policy objective."""
     if not is_policy(c.loss.objective):
         return
     ours = _Combination(c)
@@ -67,14 +67,14 @@ def find_objective_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_objective_warnings(c: Config) -> Iterator[str]:
-    """A sentence for each combination that does less, or something else, than its fields suggest."""
+    """Yields a sentence for each combination that does less than its fields suggest, or something else."""
     if not is_policy(c.loss.objective):
         return
     ours = _Combination(c)
     steps = c.learner.n_minibatches * c.learner.epochs
     named = any(ours.get(name) != BASE[name] for name in ('surrogate', 'clip_epsilon', 'clip_epsilon_high'))
     at_one = ours.has('ratio_denominator', 'proximal') and c.loss.proximal == 'recompute' and steps == 1
-    # the clip of the default beside a weight is not what anybody asked for
+    # no warning about the default clip with a correction: the user has not asked for that clip
     if at_one and ours.has('surrogate', *_IDLE_AT_ONE) and (named or ours.has('correction', 'none')):
         yield (
             f"{ours.show('surrogate')} over loss.ratio_denominator='proximal' with learner.n_minibatches=1 and "
@@ -108,7 +108,7 @@ def find_objective_warnings(c: Config) -> Iterator[str]:
 
 
 def find_group_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Groups of one answer, whose advantages are 0 where an estimator compares the answers of a group."""
+    """Yields a sentence for groups of one answer if the advantage compares the answers of a group and so is 0."""
     size = f'rollout.group_size={c.rollout.group_size}'
     if c.rollout.group_size > 1 or not is_policy(c.loss.objective):
         return
@@ -127,7 +127,7 @@ def find_group_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _ratio_problems(ours: _Combination) -> Iterator[str]:
-    """Each factor of π_θ / π_behav counts once, and a ratio is there for the surrogates that read one."""
+    """Requires that each factor of π_θ / π_behav counts once, and a ratio if and only if the surrogate reads one."""
     if ours.has('ratio_denominator', 'behavior') and not ours.has('correction', 'none'):
         yield (
             f'{ours.show("ratio_denominator")} with {ours.show("correction")} counts π_prox / π_behav twice, in the '
@@ -146,7 +146,7 @@ def _ratio_problems(ours: _Combination) -> Iterator[str]:
 
 
 def _sequence_problems(ours: _Combination) -> Iterator[str]:
-    """A ratio of whole answers goes with weights and means of whole answers."""
+    """Requires weights and means of whole answers for a ratio of whole answers."""
     if not ours.has('ratio', *_OF_SEQUENCES):
         return
     ratio = ours.show('ratio')
@@ -158,7 +158,7 @@ def _sequence_problems(ours: _Combination) -> Iterator[str]:
             f'{ratio} with {ours.show("correction_level")}: one ratio an answer goes with one weight an answer; use '
             "loss.correction_level='geometric' or 'sequence', or loss.ratio='token'"
         )
-    if ours.has('surrogate', 'topr', 'oapl'):  # topr is a sum over tokens with one weight; oapl has a rule of its own
+    if ours.has('surrogate', 'topr', 'oapl'):  # topr sums over tokens with one weight; oapl: _regression_problems
         return
     allowed = ['sequence_mean'] if ours.has('ratio', 'sequence') else ['sequence_mean', 'sequence_sum']
     if not ours.has('aggregation', *allowed):
@@ -169,7 +169,7 @@ def _sequence_problems(ours: _Combination) -> Iterator[str]:
 
 
 def _surrogate_problems(ours: _Combination) -> Iterator[str]:
-    """What takes the place of something else cannot stand beside it."""
+    """Yields a sentence for a correction, gate or whitening that conflicts with the surrogate."""
     if ours.has('surrogate', 'delight') and not ours.has('correction', 'none'):
         yield (
             f'{ours.show("surrogate")} with {ours.show("correction")}: its weight takes the place of every correction; '
@@ -188,7 +188,7 @@ def _surrogate_problems(ours: _Combination) -> Iterator[str]:
 
 
 def _regression_problems(ours: _Combination) -> Iterator[str]:
-    """OAPL regresses one number an answer on another: each thing beside it would change the target or drop the pull."""
+    """OAPL regresses one number per answer on another: each refused choice would change the target or drop the pull."""
     c = ours.config
     if not ours.has('surrogate', 'oapl'):
         return
@@ -264,7 +264,7 @@ def _bound_problems(ours: _Combination) -> Iterator[str]:
 
 
 def find_reference_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What a reference in a directory of its own does not go with, and what a teacher needs."""
+    """Yields a sentence for a missing teacher, and for adapters with a reference from a directory."""
     kind = find_objective(c.loss.objective)
     if kind.teacher and not c.loss.teacher:
         yield (

@@ -1,9 +1,9 @@
-"""What an update can optimize, by name: code asks an entry of this table and never compares names.
+"""The objectives of an update, by name: code asks an entry of this table and never compares names.
 
-`loss.objective` names an ObjectiveKind of this file, or FILE.py:FUNCTION, a function of the user's own that returns an
+`loss.objective` names an ObjectiveKind of this file, or FILE.py:FUNCTION, the user's own function that returns an
 areal_jax.learning.objective.objective.Objective (docs/own_objective.md). A policy objective is a combination of one
-choice an axis, each a field of the section `loss`. A method names the choices in which it differs from decoupled PPO,
-and a field that is set beside it changes one of them. `resolve` puts both together.
+choice per axis, each a field of the section `loss`. A method lists the choices in which it differs from decoupled PPO;
+a field that is set overrides one choice of the method. `resolve` combines both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIELD, KL = 'loss.objective', 'loss.kl_coefficient'
 DEMONSTRATIONS, PAIRS = 'demonstrations', 'pairs'
 Choices: TypeAlias = Mapping[str, Any]  # fields of the section `loss`, by name
 
-# what decoupled PPO (AReaL, arXiv 2505.24298, equation 5) is
+# the choices of decoupled PPO (AReaL, arXiv 2505.24298, equation 5)
 BASE: Choices = {field.name: field.default for field in dataclasses.fields(PolicyChoices)}
 AXES = (
     *('ratio', 'surrogate', 'correction', 'veto', 'gate', 'advantage', 'whiten', 'aggregation'),
@@ -44,17 +44,17 @@ _READS_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {'entropy_coefficient': ('ent
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveKind:
-    """An entry of the table."""
+    """An objective, as an entry of OBJECTIVES."""
 
     name: str
     choices: Choices = dataclasses.field(default_factory=dict)  # in which a method differs from BASE
     source: str = ''  # where the method is described
-    generates: bool = True  # it learns from answers of engines; else from given ones
-    given: str = DEMONSTRATIONS  # what those are: | PAIRS
-    combines: bool = True  # of those that generate: it is a combination of choices
+    generates: bool = True  # it learns from answers of engines; False: from given answers
+    given: str = DEMONSTRATIONS  # the kind of given answers: DEMONSTRATIONS or PAIRS
+    combines: bool = True  # if it generates: it is a combination of choices
     teacher: bool = False  # it reads log-probs of loss.teacher
-    scores: bool = False  # it trains a value head, and no log-probs
-    reference: bool = False  # it reads log-probs of loss.reference; combinations do with a KL penalty
+    scores: bool = False  # it trains a value head, not log-probs
+    reference: bool = False  # it reads log-probs of loss.reference; combinations do if they have a KL penalty
     method: str = 'reinforcement-learning'  # tag of an exported model
     title: str = 'asynchronous reinforcement learning'  # of an exported model
 
@@ -177,7 +177,7 @@ OBJECTIVES: Mapping[str, ObjectiveKind] = {kind.name: kind for kind in _OBJECTIV
 
 
 def find_objective(name: str) -> ObjectiveKind:
-    """The entry of a name, or one for a function of the user's own, which learns from answers of engines."""
+    """Returns the entry of a name; the user's own function gets one that learns from answers of engines."""
     if is_own(name):
         return ObjectiveKind(name, source=name)
     if name not in OBJECTIVES:
@@ -199,12 +199,12 @@ def reads_reference(loss: Any) -> bool:
 
 
 def find_kl(loss: Any) -> float:
-    """Returns loss.kl_coefficient, or that of the method, for the section `loss` of a config."""
+    """Returns loss.kl_coefficient, or the method's if it is not set, for the section `loss` of a config."""
     return resolve(loss)['kl_coefficient'] if is_policy(loss.objective) else 0.0
 
 
 def trains_critic(loss: Any) -> bool:
-    """Whether the methods of this project train values with it, for the section `loss` of a config."""
+    """Whether the section `loss` of a config names a method of this project that trains values."""
     if is_policy(loss.objective):
         return bool(resolve(loss)['advantage'] == 'gae')
     return find_objective(loss.objective).scores
@@ -229,9 +229,9 @@ def build_choices(loss: Any, longest_answer: int, seed: int) -> PolicyChoices:
 
 
 def resolve(loss: Any) -> dict[str, Any]:
-    """The choices of a policy objective from the section `loss` of a config, without the fields that it does not use.
+    """Returns the choices of a policy objective from the section `loss` of a config, without unused fields.
 
-    A field counts as set unless it is '' or None. It reads those fields alone which the combination uses.
+    A field counts as set unless it is '' or None. Only the fields that the combination uses are read.
     """
     kind = find_objective(loss.objective)
 
@@ -242,7 +242,7 @@ def resolve(loss: Any) -> dict[str, Any]:
     return select_used(pick)
 
 
-# fields that no method chooses: those that every combination reads, and those that go with a number above 0
+# fields that no method chooses: every combination reads the first; the others are read if a number is above 0
 _ALWAYS = ('truncated_answers', 'reward_bias', 'reward_scale', 'reward_clip')
 _SET_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {
     'kl_coefficient': ('kl_estimator', 'kl_in'), 'overlong_tokens': ('overlong_penalty',),
@@ -269,7 +269,7 @@ def _list_lengths(aggregation: str) -> tuple[str, ...]:
 
 
 def select_used(pick: Callable[[str], Any]) -> dict[str, Any]:
-    """The choices of a combination that it uses, by name, in the order of the axes; `pick` is asked for those alone."""
+    """Returns the choices that a combination uses, by name, in the order of the axes; calls `pick` for these only."""
 
     def choose(name: str) -> Iterator[tuple[str, Any]]:
         value = pick(name)
@@ -287,7 +287,7 @@ def describe(choices: Choices) -> str:
 
 
 def describe_method(loss: Any) -> str:
-    """'grpo (DeepSeekMath, ...): ratio token, ...' of the section `loss`; an objective of another kind by its name."""
+    """Returns 'grpo (DeepSeekMath, ...): ratio token, ...'; the name alone for an objective without choices."""
     kind = find_objective(loss.objective)
     if not is_policy(kind.name):
         return kind.name

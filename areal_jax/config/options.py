@@ -19,8 +19,8 @@ _WORDS = {'true': True, 'false': False}  # as flags of the command line are writ
 def take_options(words: Sequence[str], config: config_dict.ConfigDict) -> tuple[list[str], tuple[str, ...]]:
     """Sets the options that a command line names; returns its other words, and the fields set: 'task.options.digits'.
 
-    A key that the config has keeps its type. Any other gets the value that the text is in Python, or the text.
-    Raises ConfigError for a key or a value that cannot be one.
+    A key that the config has keeps its type. Any other gets its text's value as a Python literal, else the text.
+    Raises ConfigError for a key or a value that is not allowed.
     """
     rest: list[str] = []
     fields: dict[str, None] = {}
@@ -40,7 +40,7 @@ def take_options(words: Sequence[str], config: config_dict.ConfigDict) -> tuple[
 
 
 def parse_option(text: str) -> object:
-    """3 for '3', (1, 2) for '1,2', None for 'None', and the text itself where it is no literal of Python."""
+    """Returns 3 for '3', (1, 2) for '1,2', None for 'None', and the text itself if it is no Python literal."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -48,7 +48,7 @@ def parse_option(text: str) -> object:
 
 
 def _section(config: config_dict.ConfigDict, path: str) -> config_dict.ConfigDict | None:
-    """The free section; None for '', and in a config that does not have it, which validation refuses."""
+    """Returns the free section `path`; None for '', or if the config lacks it, which validation refuses."""
     section, _, field = path.partition('.')
     found = config.get(section, {}).get(field) if path else None
     return found if isinstance(found, config_dict.ConfigDict) else None
@@ -70,7 +70,7 @@ def _convert(name: str, text: str, declared: Option) -> object:
 
 
 def _read(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
-    """(word, free section or '', key, value) of each word; a value may be the next word."""
+    """Yields (word, free section or '', key, value) of each word; a value may be the next word."""
     remaining = iter(words)
     for word in remaining:
         if word == '--':

@@ -1,4 +1,4 @@
-"""The declared fields as text: the page docs/config.md, and what areal-config prints of them on a terminal.
+"""The declared fields as text: the page docs/config.md, and the output of areal-config on a terminal.
 
 python -m areal_jax.config.page > docs/config.md
 """
@@ -33,9 +33,9 @@ def find_fields(words: Sequence[str]) -> list[str]:
     """The fields that match each of the words; fields whose name is or contains the first word come first.
 
     Args:
-      words: 'staleness.eta' or 'staleness' is that field or section alone; others match in name, rule or meaning.
+      words: 'staleness.eta' or 'staleness' matches that field or section only; others match in name, rule or meaning.
 
-    Raises ConfigError where no field matches.
+    Raises ConfigError if no field matches.
     """
     found = [path for path in FIELDS if all(_matches(path, word.casefold()) for word in words)]
     if not found:
@@ -47,7 +47,7 @@ def find_fields(words: Sequence[str]) -> list[str]:
 
 
 def render_fields(paths: Sequence[str], columns: int = 100) -> str:
-    """Default, rule and meaning of each field, in lines of at most so many characters."""
+    """Default, rule and meaning of each field, in lines of at most `columns` characters."""
     return '\n\n'.join('\n'.join(_describe(path, FIELDS[path], columns)) for path in paths)
 
 

@@ -1,8 +1,8 @@
-"""The choices of a policy objective: one value an axis (docs/objectives.md). objectives.py has the methods.
+"""The choices of a policy objective: one value per axis (docs/objectives.md). objectives.py has the methods.
 
-Each is declared here once: its default in the loss, the field of the section `loss` that sets it (loss.py), and what
-other libraries call that field. A surrogate or an advantage is an entry of SURROGATES or ADVANTAGES with its numbers,
-and a function of learning/objective/surrogates.py or advantages.py.
+Each is declared here once: its default in the loss, the field of the section `loss` that sets it (loss.py), and that
+field's names in other libraries. A surrogate or an advantage is an entry of SURROGATES or ADVANTAGES, which lists the
+fields that it reads, and a function of learning/objective/surrogates.py or advantages.py.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OF_METHOD = ''  # a choice that loss.objective makes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurrogateKind:
-    """What the config knows of a surrogate."""
+    """The properties of a surrogate that the config needs."""
 
     reads: tuple[str, ...] = ()  # fields of PolicyChoices
     reads_ratio: bool = True
     reads_log: bool = False  # it reads the log of the ratio, which has no bound
-    idle_at_one: bool = False  # at a ratio of 1 it does what it would do without one
-    of_tokens: bool = False  # it is defined for ratios of single tokens alone
+    idle_at_one: bool = False  # at a ratio of 1 its bounds or penalty have no effect
+    of_tokens: bool = False  # it is defined for ratios of single tokens only
 
 
 _EDGES = ('clip_epsilon', 'clip_epsilon_high')
@@ -59,10 +59,10 @@ SURROGATES: Mapping[str, SurrogateKind] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageKind:
-    """What the config knows of an advantage; learning/objective/advantages.py computes it."""
+    """The properties of an advantage that the config needs; learning/objective/advantages.py computes it."""
 
     reads: tuple[str, ...] = ()  # fields of PolicyChoices
-    centres_groups: bool = False  # the baseline of a group is taken from the reward of its answers
+    centres_groups: bool = False  # a baseline of the group is subtracted from the rewards of its answers
     is_meant: bool = False  # scale and centre carry meaning
 
 
@@ -80,20 +80,20 @@ ADVANTAGES: Mapping[str, AdvantageKind] = {
 
 
 def _axis(default: str, names: tuple[str, ...], meaning: str, other_names: str = '') -> Any:
-    """Declares one of several names, the method's where none is set."""
+    """Declares a choice among `names`; the method makes it if it is not set."""
     return declare(Choice(OF_METHOD, (OF_METHOD, *names), meaning, other_names=other_names), default=default)
 
 
 def _number(default: float | None, allowed: Range, meaning: str, other_names: str = '') -> Any:
-    """Declares a number, the method's where none is set."""
+    """Declares a number; the method chooses it if it is not set."""
     return declare(Real(None, allowed, meaning, other_names=other_names), default=default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyChoices:
-    """One combination. Numbers may also be arrays where a program computes several combinations side by side.
+    """One combination. Numbers may also be arrays, if a program computes several combinations at once.
 
-    A field that the others do not use keeps its value here and is not read; None = off.
+    A field that the other choices do not use keeps its value here and is not read; None = off.
     """
 
     ratio: str = _axis(
@@ -294,8 +294,8 @@ class PolicyChoices:
             other_names='use_kl_in_reward kl_in_reward',
         )
     )
-    longest_answer: int = 1  # tokens, of the overlong penalty
-    seed: int = 0  # of drawn gates
+    longest_answer: int = 1  # tokens, for the overlong penalty
+    seed: int = 0  # for randomly drawn gates
 
     @property
     def uses_proximal(self) -> bool:

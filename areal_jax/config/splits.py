@@ -1,6 +1,6 @@
-"""What `cluster.reallocate` says: which splits of the devices between learner and engines a run goes through.
+"""Parses `cluster.reallocate`: the splits of the devices between learner and engines during a run.
 
-Parsed without jax. control/reallocation.py moves the devices between two updates.
+It does not need jax. control/reallocation.py moves the devices between two updates.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ FIELD = 'cluster.reallocate'
 OFF, AUTO = 'off', 'auto'
 _PLAN = re.compile(r'plan\((.+)\)')
 _LINE = '{"update": 4, "learner": "fsdp=2", "engines": "6 x tensor=1"}'
-Plan = Mapping[int, DeviceSplit]  # by the first update of each split, ascending
+Plan = Mapping[int, DeviceSplit]  # split by its first update, ascending
 
 
 def plan_file(text: str) -> pathlib.Path | None:
-    """FILE of 'plan(FILE)'; None for another text."""
+    """Returns FILE of 'plan(FILE)'; None for another text."""
     match = _PLAN.fullmatch(text)
     return pathlib.Path(match[1]) if match else None
 
 
 def read_plan(text: str) -> Plan:
-    """The splits of 'plan(FILE)', whose file has one JSON object a line.
+    """Reads the splits of 'plan(FILE)', whose file has one JSON object a line.
 
     Raises ConfigError that names the line and its fault.
     """
@@ -81,22 +81,22 @@ def _read_line(line: str, where: str) -> tuple[int, DeviceSplit]:
 
 
 def initial_split(c: config_dict.ConfigDict) -> DeviceSplit:
-    """Of cluster.learner and cluster.engines."""
+    """The split that cluster.learner and cluster.engines set."""
     return DeviceSplit(str(parse_learner(c.cluster.learner)), str(parse_engines(c.cluster.engines)))
 
 
 def list_splits(c: config_dict.ConfigDict) -> list[DeviceSplit]:
-    """Every split that the run may have: of a plan in its order, of 'auto' with the smallest learner first."""
+    """Returns every split that the run may have: in the order of a plan, or for 'auto' the smallest learner first."""
     if plan_file(c.cluster.reallocate) is not None:
         return [initial_split(c), *read_plan(c.cluster.reallocate).values()]
     return list_rungs(c) if c.cluster.reallocate == AUTO else [initial_split(c)]
 
 
 def list_rungs(c: config_dict.ConfigDict) -> list[DeviceSplit]:
-    """What 'auto' chooses among: the devices of the config shared out anew, the smallest learner first.
+    """Returns the splits that 'auto' chooses from: the config's devices divided anew, the smallest learner first.
 
-    Engines keep their size, and the learner its mesh but for one axis, which grows and shrinks: fsdp, or data where
-    cluster.learner names that alone. Splits whose learner cannot share out the rows are left out.
+    Engines keep their size. One axis of the learner's mesh grows and shrinks: fsdp, or data if cluster.learner sets
+    data and not fsdp. Splits whose learner cannot divide the rows evenly are left out.
     """
     learner, engines = parse_learner(c.cluster.learner), parse_engines(c.cluster.engines)
     axis = 'data' if learner.data > 1 and learner.fsdp == 1 else 'fsdp'
@@ -113,19 +113,19 @@ def list_rungs(c: config_dict.ConfigDict) -> list[DeviceSplit]:
 
 
 def parse_split(split: DeviceSplit) -> tuple[LearnerLayout, EnginesLayout]:
-    """Raises ConfigError for a text of another form."""
+    """Parses both texts of a split; raises ConfigError for a text of another form."""
     return parse_learner(split.learner), parse_engines(split.engines)
 
 
 def replace_split(c: config_dict.ConfigDict, split: DeviceSplit) -> config_dict.ConfigDict:
-    """A copy of the config with this split."""
+    """Returns a copy of the config with this split."""
     changed = c.copy_and_resolve_references()
     changed.cluster.learner, changed.cluster.engines = split.learner, split.engines
     return changed
 
 
 def find_reallocation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What a run whose engines move between generation and training does not take."""
+    """Yields a sentence for each setting that excludes moving devices between generation and training."""
     reallocate = c.cluster.reallocate
     if reallocate == OFF:
         return
@@ -150,14 +150,14 @@ def find_reallocation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _moves_here(c: config_dict.ConfigDict) -> bool:
-    """Whether learner and engines are in one process, and engines have equally many devices of their own."""
+    """Whether learner and engines are in one process, and engines have separate devices, equally many each."""
     hosts, engines = parse_learner(c.cluster.learner).hosts, parse_engines(c.cluster.engines)
     own = not engines.shared and engines.has_equal_engines
     return find_server(c.rollout.server).in_process and hosts is None and own
 
 
 def _fixed_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Fields that keep learner or engines where they are; the fix is always to leave them there."""
+    """Yields a sentence for each field that fixes the devices of learner or engines; the fix is always 'off'."""
     hosts, engines = parse_learner(c.cluster.learner).hosts, parse_engines(c.cluster.engines)
     for path, value, fits, why in (
         (LEARNER, c.cluster.learner, hosts is None, 'a learner of several processes cannot change them while it runs'),
@@ -181,7 +181,7 @@ def _fixed_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _split_problems(c: config_dict.ConfigDict, split: DeviceSplit) -> Iterator[str]:
-    """What a later split breaks of the rules of cluster.learner and cluster.engines."""
+    """Yields a sentence for each rule of cluster.learner and cluster.engines that a later split breaks."""
     learner, engines = parse_split(split)
     where = f'{FIELD}={c.cluster.reallocate!r}'
     if learner.hosts is not None or engines.shared:

@@ -40,7 +40,7 @@ def generates(c: Config) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StalenessSection(ConfigSection):
-    """How old the trained data may be."""
+    """The bounds on the age of the trained data."""
 
     section: ClassVar[str] = 'staleness'
     title: ClassVar[str] = 'How old the trained data may be'
@@ -67,18 +67,18 @@ class StalenessSection(ConfigSection):
 
     @property
     def oldest_kept(self) -> int | None:
-        """The age in versions beyond which a group with such a token is dropped; None = no group is."""
+        """The age in versions beyond which a token makes its group be dropped; None = no group is dropped."""
         return self.max_token_age if self.over_age == 'drop' else None
 
     @property
     def oldest_trained(self) -> int | None:
-        """The age in versions beyond which a token leaves the loss, not its denominator; None = no token does."""
+        """The age in versions beyond which a token leaves the loss but not its denominator; None = no token does."""
         return self.max_token_age if self.over_age == 'mask' else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSection(ConfigSection):
-    """How an update is computed."""
+    """The computation of an update."""
 
     section: ClassVar[str] = 'learner'
     title: ClassVar[str] = 'How an update is computed'
@@ -184,18 +184,18 @@ class LearnerSection(ConfigSection):
             'with experts: replay = those that rollout.record_routes recorded',
             used_if=lambda c: generates(c) and c.rollout.record_routes,
         ),
-        compare=False,  # an argument of programs: those of both are equal
+        compare=False,  # an argument of programs: both values run the same programs
     )
     router_aux_loss: float = declare(Real(0.0, NOT_NEGATIVE, 'with experts: weight of a loss that evens their load'))
 
     @property
     def row_room(self) -> tuple[int, int]:
-        """Most tokens, and most loss tokens, of a row; ROW_ROOM names the fields."""
+        """The maximum number of tokens, and of loss tokens, in a row; ROW_ROOM names the fields."""
         return self.row_tokens, self.row_loss_tokens
 
     @property
     def evens_experts(self) -> bool:
-        """Whether the load of the experts is a part of the loss."""
+        """Whether the loss has a term that evens the load of the experts."""
         return self.router_aux_loss > 0
 
 
@@ -204,7 +204,7 @@ ROW_ROOM = ('learner.row_tokens', 'learner.row_loss_tokens')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnosticsSection(ConfigSection):
-    """What a run measures beside its loss."""
+    """The measurements of a run in addition to its loss."""
 
     section: ClassVar[str] = 'diagnostics'
     title: ClassVar[str] = 'What a run measures beside its loss, see docs/diagnostics.md'
@@ -237,7 +237,7 @@ class DiagnosticsSection(ConfigSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """How gradients become weights."""
+    """The optimizer, which turns gradients into weights."""
 
     section: ClassVar[str] = 'optimizer'
     title: ClassVar[str] = 'How gradients become weights'
@@ -257,7 +257,7 @@ class OptimizerSection(ConfigSection):
             'after warm-up',
             other_names='lr actor_lr policy_lr actor_learning_rate peak_lr max_lr base_lr step_size',
         ),
-        compare=False,  # an argument of programs: those of two rates are equal
+        compare=False,  # an argument of programs: all rates run the same programs
     )
     schedule: str = declare(
         Choice(
@@ -394,7 +394,7 @@ def find_room_problems(c: Config) -> Iterator[str]:
 
 
 def find_row_problems(c: Config) -> Iterator[str]:
-    """A sentence for forms of rows that do not go together."""
+    """Yields a sentence for settings of rows that contradict each other."""
     learner = c.learner
     if generates(c) and (learner.packing, learner.fill) == ('shared_prompt', 'padded'):
         yield (
@@ -412,7 +412,7 @@ def find_row_problems(c: Config) -> Iterator[str]:
 
 
 def find_device_problems(c: Config) -> Iterator[str]:
-    """What the learner's devices cannot divide evenly among them, or would leave idle."""
+    """Yields a sentence for each size that the learner's devices cannot divide evenly, and for an idle tensor axis."""
     layout = parse_learner(c.cluster.learner)
     if c.learner.rows_per_microbatch % layout.data_shards:
         yield (
@@ -432,7 +432,7 @@ def find_device_problems(c: Config) -> Iterator[str]:
 
 
 def find_balance_problems(c: Config) -> Iterator[str]:
-    """A sentence for a loss over experts of a model that has none."""
+    """Yields a sentence for a loss that evens the load of experts in a model without experts."""
     if c.learner.router_aux_loss and c.model.source == 'random' and not c.model.experts:
         yield (
             f'learner.router_aux_loss={c.learner.router_aux_loss} needs a model with experts, and model.experts=0: '
@@ -441,7 +441,7 @@ def find_balance_problems(c: Config) -> Iterator[str]:
 
 
 def find_staleness_problems(c: Config) -> Iterator[str]:
-    """Two bounds on age of which only one could hold."""
+    """Yields a sentence for settings of age that contradict each other or the objective."""
     lock_step = c.staleness.schedule != 'natural'
     if lock_step and c.staleness.eta != StalenessSection.eta:
         yield (
@@ -463,7 +463,7 @@ def find_staleness_problems(c: Config) -> Iterator[str]:
 
 
 def _version_problems(c: Config) -> Iterator[str]:
-    """A regression on one value a group, where the engines may get new weights between two of its answers."""
+    """Yields a sentence for a regression on one value per group if its answers may come from different weights."""
     if (surrogate := resolve(c.loss)['surrogate']) == 'oapl':
         yield (
             f"loss.surrogate={surrogate!r} (loss.objective={c.loss.objective!r}) with staleness.schedule='natural' and "
@@ -478,7 +478,7 @@ def count_steps(c: Config) -> int:
 
 
 def find_schedule_problems(c: Config) -> Iterator[str]:
-    """A sentence for a schedule without a step that it could fall over."""
+    """Yields a sentence for a schedule that has no optimizer step after warm-up to decay over."""
     ours, steps = c.optimizer, count_steps(c)
     if ours.schedule != 'constant' and steps <= ours.warmup_steps:
         yield (
@@ -498,7 +498,7 @@ def find_schedule_warnings(c: Config) -> Iterator[str]:
 
 
 def find_brake_problems(c: Config) -> Iterator[str]:
-    """A sentence for a brake on data without an age; for objectives that learn from given answers."""
+    """Yields a sentence for a brake on age or log-probs, as given answers have neither (objectives without engines)."""
     if c.optimizer.brake in ('ess', 'lag'):
         yield (
             f'optimizer.brake={c.optimizer.brake!r} with loss.objective={c.loss.objective!r}: given answers have no '
@@ -507,7 +507,7 @@ def find_brake_problems(c: Config) -> Iterator[str]:
 
 
 def find_block_problems(c: Config) -> Iterator[str]:
-    """What updates that train one block of the leaves do not take; the fix is always to train all leaves."""
+    """Yields a sentence for each setting that block-wise updates exclude; training all leaves always fixes it."""
     if c.optimizer.blocks == 1:
         return
     hosts = parse_learner(c.cluster.learner).hosts
@@ -551,13 +551,13 @@ def find_block_problems(c: Config) -> Iterator[str]:
 
 
 def _is_compared(objective: str) -> bool:
-    """Whether every update reads a model beside the trained one."""
+    """Whether every update reads a second model, the reference or the teacher."""
     kind = find_objective(objective)
     return kind.reference or kind.teacher
 
 
 def list_unmoved(c: Config) -> tuple[tuple[str, Value, bool, str], ...]:
-    """Field, value, whether it fits, and why not, of what a learner that moves to other devices leaves behind."""
+    """Returns (field, value, whether it fits, why not) of state that a learner cannot take along to other devices."""
     blocks, sample = c.optimizer.blocks, c.diagnostics.ratio_sample
     return (
         ('optimizer.blocks', blocks, blocks == 1, 'moments of other blocks are not moved'),
@@ -566,7 +566,7 @@ def list_unmoved(c: Config) -> tuple[tuple[str, Value, bool, str], ...]:
 
 
 def find_client_problems(c: Config) -> Iterator[str]:
-    """What independent clients that average their blocks need."""
+    """Yields a sentence for each unmet requirement of independent clients that average their blocks."""
     ours = c.distributed
     if ours.clients == 1:
         return
