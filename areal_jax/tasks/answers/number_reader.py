@@ -54,11 +54,6 @@ def scale_of(word: str) -> int | None:
     return _SCALES.get(word.lower().removesuffix('s'))
 
 
-def is_function(word: str) -> bool:
-    """Whether the letters name a function, a constant or an operator."""
-    return word.lower() in _FUNCTIONS
-
-
 def is_word(letters: str) -> bool:
     """Whether the letters are a word of a language, no product of variables and no function: 'eggs', not 'abc'."""
     lower = letters.lower()
