@@ -14,7 +14,7 @@ from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode
 
-# keys of run_table.ORDERS, which --help does not import
+# keys of run_list.ORDERS, which --help does not import
 _ORDERS = ('active', 'name', 'reward', 'score', 'size', 'started', 'state', 'update', 'wall')
 
 

@@ -1,6 +1,6 @@
 """The declaration of a command, the source of its help, of docs/commands.md and of the completion in shells.
 
-A main_*.py has one `COMMAND`, calls `help.answer(COMMAND, argv)` first, and parses with the flags that `COMMAND` names.
+A main_*.py has one `COMMAND`, calls `answer(COMMAND, argv)` first, and parses with the flags that `COMMAND` names.
 """
 
 from __future__ import annotations

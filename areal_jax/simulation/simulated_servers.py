@@ -36,7 +36,7 @@ class ServerLog(EventLog):
 
 
 class SimulatedServer:
-    """One incarnation of a server. Implements rollout.servers.remote_engine.RemoteEngine."""
+    """One incarnation of a server. Implements rollout.servers.member.RemoteEngine."""
 
     def __init__(self, engine: LocalEngine, clock: Clock):
         self.name, self.capabilities = engine.name, engine.capabilities

@@ -262,7 +262,7 @@ def make_rows(
 
 
 def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) -> jax.Array:
-    """The value of aggregation.denominator_scale for groups with equally many tokens."""
+    """The value of counting.denominator_scale for groups with equally many tokens."""
     return jnp.where(constants.counts_all, setting.groups / jnp.maximum(kept.sum(), 1), 1.0)
 
 

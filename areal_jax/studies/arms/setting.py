@@ -42,7 +42,7 @@ class Constants(NamedTuple):
     numbers: Mapping[str, Array]  # fields of PolicyChoices, see NUMBERS; behavior_weight_cap inf = none
     denominator_factor: Array  # by loss.aggregation, of a mean over tokens
     entropy_coefficient: Array
-    proximal: Array  # int32, index in proximal.KINDS
+    proximal: Array  # int32, index in policy_loss.KINDS
     advantage: Array  # int32, index in arm.ADVANTAGES
     filters: Array  # bool, learner.filter_equal_rewards
     counts_all: Array  # bool, loss.denominator='all'
