@@ -68,7 +68,7 @@ def find_config_file(source: str) -> ConfigFile:
 
 
 def suggest_config(file: ConfigFile) -> str:
-    """Returns '; did you mean NAME?' for a missing file, from the files in its folder and the configs of the package."""
+    """Returns '; did you mean NAME?' for a missing file, from the files in its folder and the package's configs."""
     path = file.path
     if near := suggest(path.name, [other.name for other in path.parent.glob('*.py')]):
         return near
