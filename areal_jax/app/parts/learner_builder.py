@@ -106,7 +106,7 @@ def build_critic_settings(config: TrackedConfig, objective: Objective) -> Critic
 
 
 def build_objective(config: TrackedConfig) -> Objective:
-    """Builds the objective of `loss`, reading the fields that it uses. Raises UserError for an own one that is invalid."""
+    """Builds the objective of `loss`, reading the fields it uses. Raises UserError for an own one that is invalid."""
     loss = config.loss
     if is_own(loss.objective):
         objective = load_objective(loss.objective, dict(loss.options))
