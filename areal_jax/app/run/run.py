@@ -417,7 +417,7 @@ class LoopSite:
 
 @dataclasses.dataclass(frozen=True)
 class Site(Generic[LearnerT]):
-    """The learner of a run, with the checkpoint's or else the model's weights, and functions that depend on its place."""
+    """The learner of a run, with the checkpoint's or else the model's weights, and functions for its place."""
 
     model: ModelText
     learner: LearnerT
@@ -548,8 +548,8 @@ class Run(Generic[ProgramT]):
     def train(self) -> Report | None:
         """Runs to the end (the report) or to a requested stop (None; the checkpoint is saved), and frees all parts.
 
-        Raises CheckpointError, after the report is written, if the checkpoint after the last update failed, and UserError
-        if the export failed.
+        Raises CheckpointError, after the report is written, if the checkpoint after the last update failed, and
+        UserError if the export failed.
         """
         context = self.context
         with self:

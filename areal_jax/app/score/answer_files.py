@@ -43,8 +43,8 @@ class ProblemIndex:
     def find(self, record: JsonObject, where: str) -> tuple[int, JsonObject]:
         """Returns (place of the problem in `prompts`, the fields that identify it).
 
-        A record identifies it by its question, by its ids if the problems have ids, or by the whole `problem`. All given
-        fields must fit; next to a whole problem, other fields count only if several problems have its question.
+        A record identifies it by its question, by its ids if the problems have ids, or by the whole `problem`. All
+        given fields must fit; next to a whole problem, other fields count only if several problems have its question.
 
         Raises FileError, naming `where`, if no problem fits, or more than one.
         """
