@@ -62,7 +62,7 @@ def read_record(workdir: pathlib.Path) -> files.JsonObject:
 # The token is the one of `hf auth login` or of HF_TOKEN, and is never printed.
 
 
-_REPLACED = ['*.safetensors', '*.safetensors.index.json']  # an earlier export may have had others
+_REPLACED = ['*.safetensors', '*.safetensors.index.json']  # an earlier export may have other shards
 _TOKEN = 'a token that may write, from https://huggingface.co/settings/tokens, by `hf auth login` or in HF_TOKEN'
 Result = TypeVar('Result')
 

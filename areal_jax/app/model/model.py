@@ -96,7 +96,7 @@ class EarlierRun:
     ) -> Params:
         """Reads the run's weights in float32 and list form, with LoRA adapters merged.
 
-        Each process reads only the shards of its own devices.
+        Each process reads only the shards of its devices.
 
         Args:
           cut: maps a tree of shapes to the tree of their shardings.

@@ -57,7 +57,7 @@ class CompilationCounter:
 
 @contextlib.contextmanager
 def use_compilation_cache(config: TrackedConfig) -> Iterator[None]:
-    """Inside, jax keeps compiled programs in run.compilation_cache; where that is '', jax's own setting stays.
+    """Inside, jax keeps compiled programs in run.compilation_cache; if that is '', jax's own setting stays.
 
     Programs that took 0.1 s are kept, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise: by default jax
     keeps programs that took 1 s, and few programs of a small model on a CPU take that long.

@@ -154,8 +154,7 @@ class LearnerAround:
         self._learner.restore(saved)
 
 
-# The servers of a run: their pool, and its messages from the session. server_builder.py, which needs aiohttp, builds
-# it.
+# The servers of a run: their pool, and the messages to it. server_builder.py, which needs aiohttp, builds the pool.
 
 
 class EndedBy:

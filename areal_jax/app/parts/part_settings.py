@@ -131,7 +131,7 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
 
 
 def build_schedule(config: TrackedConfig) -> Schedule | None:
-    """Returns None for staleness.schedule='natural'; raises ConfigError for an invalid schedule or schedule file."""
+    """Parses staleness.schedule; None for 'natural'. Raises ConfigError for an invalid schedule or schedule file."""
     text = config.staleness.schedule
     try:
         return parse_schedule(text, config.run.seed)
@@ -158,7 +158,7 @@ def build_group_filter(config: TrackedConfig) -> GroupFilter | None:
 
 
 def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:
-    """Returns the factors from tokens and seconds to rates per device; a modelled second has no share of a peak."""
+    """Builds the conversion to rates per device; modelled seconds cannot be compared with a device's peak."""
     learner = allocation.learner.devices
     modelled = find_objective(config.loss.objective).generates and config.run.clock == 'virtual'
     peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)

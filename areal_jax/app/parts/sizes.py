@@ -93,14 +93,14 @@ class Sizes:
 def require_room(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError, with the sizes and the fields to lower, for a run that exceeds 95% of a memory.
 
-    On accelerators, the limit is the memory of one device; on a CPU, the memory of the machine or its cgroup. Only the
-    layer inputs are counted as activations, so a run that passes may still not fit.
+    On accelerators, the limit is the memory of one device; on a CPU, the memory of the machine or its cgroup. Only
+    layer inputs are counted of the activations, so a run that passes may still not fit.
     """
     _require_room(*_measure_devices(config), config)
 
 
 def measure_parts(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns bytes by purpose, on the fullest device of this process plus the host; see `require_room`.
+    """Returns the bytes by purpose, on the fullest device of this process plus the host; see `require_room`.
 
     Not all of them are in use at the same time.
     """
@@ -158,8 +158,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     running = int(min(most, admitted, config.learner.groups_per_update * config.run.steps))
     host = {'answers': running * rollout.group_size * _ANSWER_BYTES}
     if config.publication.delta:
-        # the learner's last version and, on accelerators, one buffer per reader; on a CPU engines decode from the
-        # buffers
+        # the learner's last version and, on accelerators, one buffer per reader; CPU engines decode from the buffers
         readers = [devices for devices in allocation.by_devices() if devices[0].platform != 'cpu']
         host['versions for deltas'] = (1 + len(readers)) * version
     if config.optimizer.blocks > 1:  # moments of the other blocks; an upper bound
@@ -206,7 +205,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
 
 
 def _critic_bytes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> int:
-    """Returns bytes of a separate critic model: weights, gradients, optimizer state and working copy."""
+    """Returns the bytes of a separate critic model: weights, gradients, optimizer state and working copy."""
     weights = Decoder(_sample(shape)).abstract()
     shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
     optimizer = build_optimizer(config)
@@ -226,7 +225,7 @@ def _teacher_bytes(config: TrackedConfig, mesh: Mesh) -> int:
 
 
 def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, shardings: Tree, dtype: str | None) -> int:
-    """Returns bytes of gradients or optimizer state, of which the learner's devices hold one block at a time."""
+    """Returns the bytes of gradients or optimizer state; the learner's devices hold one block at a time."""
     blocks = config.optimizer.blocks
     whole = _bytes(tree, shardings, _repeats(shape), dtype)
     if blocks == 1:
@@ -256,15 +255,12 @@ def _by_device(sizes: Mapping[EngineDevices, Mapping[str, int]]) -> dict[jax.Dev
 def _engine_sizes(
     config: TrackedConfig, shape: ModelConfig, allocation: Allocation, devices: EngineDevices, engines: int
 ) -> dict[str, int]:
-    """Returns bytes on each of `devices`, shared by `engines`; `tensor` cuts weights and KV heads, `expert` experts."""
+    """The bytes on each of `devices` with `engines` engines; `tensor` cuts weights and heads, `expert` the experts."""
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
     group = parse_engines(config.cluster.engines).find_group(len(devices))
     tensor = group.tensor
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
-    slots, blocks = (
-        rollout.slots,
-        rollout.count_cache_blocks(rollout.slots) + 1,
-    )  # + 1: padding writes to it
+    slots, blocks = rollout.slots, rollout.count_cache_blocks(rollout.slots) + 1  # one for padding to write to
     if config.evaluation.every:
         slots += config.evaluation.slots
         blocks += rollout.count_cache_blocks(config.evaluation.slots, beside=True) + 1
@@ -279,7 +275,7 @@ def _engine_sizes(
 
 
 def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:
-    """Returns bytes of the matrices' second copy in decoding layout; engines on the same devices share it."""
+    """Returns the bytes of the matrices' second copy, in decoding layout; engines on the same devices share it."""
     if config.rollout.weights == 'int8':
         return {'weights in 8 bits': _in_use(config) * matrices // _itemsize(config.publication.dtype)}
     return {'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0}
@@ -302,14 +298,14 @@ def _in_use(config: TrackedConfig) -> int:
 
 
 def _prefill_width(shape: ModelConfig) -> int:
-    """Returns values per layer and token of a packed prefill: two streams, queries, keys, values, the MLP."""
+    """Returns the values per layer and token of a packed prefill: two streams, queries, keys, values, the MLP."""
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
     chosen = shape.experts.per_token * shape.experts.d_expert if shape.experts else 0
     return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)
 
 
 def _engine_weights(shape: ModelConfig, devices: EngineDevices, expert: int, dtype: str) -> tuple[int, int]:
-    """Returns bytes per device of (all weights, the layers' matrices, which a CPU backend transposes)."""
+    """Returns the bytes per device of (all weights, the layers' matrices, which a CPU backend transposes)."""
     one = Decoder(_sample(shape))
     tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
     placed = weight_shardings(one, devices, expert) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
@@ -339,7 +335,7 @@ def _repeats(shape: ModelConfig) -> tuple[int, ...]:
 
 
 def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str | None) -> int:
-    """Returns bytes of a model on one device, from one layer of each kind; `dtype` None: each leaf keeps its own."""
+    """Returns a model's bytes on one device, from one layer of each kind; `dtype` None: each leaf keeps its own."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sum(

@@ -48,7 +48,7 @@ def require_notation(name: str, field: str) -> None:
 
 
 def build_parser(name: str, field: str, tokenizer: Tokenizer) -> AnswerParser | None:
-    """Returns None for one of NOTATIONS; raises UserError like `require_notation`, and if the tokenizer is unfit."""
+    """Builds a parser; None for one of NOTATIONS. Raises like `require_notation`, and if the tokenizer does not fit."""
     if name in NOTATIONS:
         return None
     from areal_jax.rollout.http.wire.renderers_parser import RenderersParser

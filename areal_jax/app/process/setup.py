@@ -66,7 +66,7 @@ def _drop_late_futures() -> None:
 
 
 def return_freed_memory() -> bool:
-    """Makes freed memory return to the system; True if the C library is glibc and took the settings.
+    """Makes freed memory return to the system; returns True if the C library is glibc and took the settings.
 
     Call it before jax is imported. By default, glibc raises its mmap threshold (up to 32 MB) each time that a larger
     block is freed. Weights, gradients and checkpoint copies of a few MB are then allocated on heaps that never shrink.

@@ -91,7 +91,7 @@ class Exporter:
             print(f'version {step} is in {out}', flush=True)
 
     def _is_exported(self, step: int, path: pathlib.Path) -> bool:
-        """Whether the export is newer than the checkpoint: both are on one file system, and so share one clock."""
+        """Whether the export is no older than the checkpoint: both are on one file system, and so share one clock."""
         try:
             return (self._out(step) / RECORD).stat().st_mtime >= path.stat().st_mtime
         except FileNotFoundError:  # not exported yet; or the checkpoint was just removed, and the next search shows it

@@ -175,7 +175,7 @@ class Generation(NamedTuple):
 
 
 class Evaluations(NamedTuple):
-    """The evaluations before, after and during training; None if there are none."""
+    """The evaluations before, after and during training; None: no such evaluation."""
 
     evaluator: Evaluator | None = None
     beside: EvaluationBeside | None = None

@@ -346,7 +346,7 @@ class RunLearner(Learner, Protocol):
         ...
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
-        """Returns token values of these draws in the last update, before `publish`; see SpmdLearner."""
+        """Returns the token values of these draws in the last update, before `publish`; see SpmdLearner."""
         ...
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:

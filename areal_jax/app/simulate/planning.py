@@ -250,7 +250,7 @@ class _Meter:
         )
 
     def _find_scatter(self) -> float:
-        """The relative deviation of trained tokens per second over WINDOW consecutive updates, or all measured ones."""
+        """The relative standard deviation of trained tokens per second, over windows of at most WINDOW updates."""
         length = min(WINDOW, self._last - self._first)
         speeds = []
         for end in range(self._first + length, self._last + 1):

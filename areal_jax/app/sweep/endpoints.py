@@ -83,7 +83,7 @@ def read_record(metrics: Sequence[Line], report: files.JsonObject) -> ArmRecord:
 
 
 def common_horizon(records: Sequence[ArmRecord]) -> Horizon:
-    """Returns the least tokens and seconds of the finished arms; zeros if there are none."""
+    """Returns the least tokens and seconds of the finished arms; zeros without a finished arm."""
     return Horizon(
         min((record.tokens for record in records), default=0.0),
         min((record.seconds for record in records), default=0.0),
@@ -213,7 +213,7 @@ ENDPOINTS = (
 LEAST_R = 0.3  # below it, the page says that pairing buys nothing
 BOOTSTRAP_SEEDS = 5  # with fewer, a bootstrap interval is hardly more than the range of the differences
 _RESAMPLES = 9999
-_SAME = 1 - 1e-12  # from here on, differences are equal but for rounding
+_SAME = 1 - 1e-12  # from this r on, differences are equal up to rounding
 _CORRELATION_SEEDS = 3  # with fewer, the differences do not determine a correlation
 
 

@@ -22,7 +22,7 @@ from areal_jax.app.sweep.arms import ArmState
 from areal_jax.app.workdir.run_list import ENDED, LOG, STARTED, describe_code
 from areal_jax.telemetry.progress import Bar, format_duration
 
-_LOOK_S = 0.1  # between two looks at the processes
+_LOOK_S = 0.1  # between two polls of the processes
 _SHOW_S = 2.0  # between two updates of the bar, which read files of the arms
 _MOST_STARTS = 3  # of an arm that a signal ends, in all
 _KILL_S = 10.0

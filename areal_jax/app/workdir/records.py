@@ -219,7 +219,7 @@ def digest(file: pathlib.Path) -> str:
 
 
 def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:
-    """Returns the config with these resolved values; a missing field gets its default, or its value from FORMER.
+    """Returns the config with these resolved values; a missing field gets its default, or its near_names.FORMER value.
 
     Raises ConfigError, which begins with `where`, for a field that this version does not know, or of another type.
     """

@@ -221,7 +221,7 @@ def _last_score(path: pathlib.Path) -> Score | None:
 
 
 def _last_line(path: pathlib.Path) -> files.JsonObject:
-    """Returns the last complete line of a file of JSON lines; empty if there is none."""
+    """Returns the last complete line of a file of JSON lines; empty without such a line."""
     whole = _tail(path).rpartition(b'\n')[0].rpartition(b'\n')[2]
     return files.parse_object(whole, path.name, 'restore it') if whole else {}
 
