@@ -327,7 +327,7 @@ def _format_nll(nll: float | None) -> str:
 # Rebuilds the report of a workdir: of a run that finished, was stopped or was killed.
 
 
-_CHECKPOINTS = 'checkpoints'  # the name in run_directory.py, which imports jax
+_CHECKPOINTS = 'checkpoints'  # run_directory.CHECKPOINTS
 Config = Mapping[str, object]  # sections of fields, as in config.json
 Value = TypeVar('Value', str, int, float)
 
