@@ -42,7 +42,7 @@ class ConfigFile:
 
     @property
     def source(self) -> str:
-        """What names the same file and argument, also where the working directory has a file called NAME."""
+        """Names the same file and argument, even if the working directory has a file called NAME."""
         return self.name if self.argument is None else f'{self.name}:{self.argument}'
 
     @property
@@ -58,7 +58,7 @@ class ConfigFile:
 
 
 def find_config_file(source: str) -> ConfigFile:
-    """The file that `source` names; there need be no such file. A file in the working directory comes before a NAME."""
+    """Returns the file that `source` names; it need not exist. A file in the working directory comes before a NAME."""
     prefix = PACKAGE if source.startswith(PACKAGE) else ''
     rest, colon, argument = source.removeprefix(prefix).partition(':')
     name = prefix + rest
@@ -68,7 +68,7 @@ def find_config_file(source: str) -> ConfigFile:
 
 
 def suggest_config(file: ConfigFile) -> str:
-    """'; did you mean NAME?' for a file that is not there, from its folder and from what comes with the package."""
+    """Returns '; did you mean NAME?' for a missing file, from the files in its folder and the package's configs."""
     path = file.path
     if near := suggest(path.name, [other.name for other in path.parent.glob('*.py')]):
         return near
@@ -89,7 +89,7 @@ class CommandLineError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What a command was asked to do, besides its own flags."""
+    """The config of a command, where it came from, and the fields that the command line sets."""
 
     config: config_dict.ConfigDict  # of the file, overrides applied, valid
     source: str  # FILE or FILE:ARGUMENT: as given, or package:configs/tiny_cpu.py for the name tiny_cpu
@@ -97,9 +97,9 @@ class CommandLine:
 
 
 def parse_train_command(argv: Sequence[str], values: flags.FlagValues, describes: bool = False) -> CommandLine:
-    """The command line of a run, with a valid config and a --workdir that can be written; raises UserError.
+    """Parses the command line of a run: a valid config and a --workdir that can be written; raises UserError.
 
-    `describes`: with --dry_run the program leaves nothing and needs no --workdir.
+    `describes`: with --dry_run the program writes nothing and needs no --workdir.
     """
     command = parse_command(argv, values)
     if not (describes and values['dry_run'].value):
@@ -110,7 +110,7 @@ def parse_train_command(argv: Sequence[str], values: flags.FlagValues, describes
 
 
 def parse_evaluation_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
-    """The command line of an evaluation, whose config is checked by evaluate.py; raises UserError."""
+    """Parses the command line of an evaluation, whose config evaluate.py checks; raises UserError."""
     command = parse_command(argv, values)
     require_workdir(values['workdir'].value)
     return command
@@ -164,7 +164,7 @@ class _PathParser(flags.ArgumentParser[str]):
 
 
 class _PathsParser(flags.ListParser):
-    """The same for a list."""
+    """Refuses a URL in a list of paths."""
 
     def parse(self, argument: str | list[str]) -> list[str]:
         if isinstance(argument, str) and (reason := describe_url(argument)):
@@ -173,17 +173,17 @@ class _PathsParser(flags.ListParser):
 
 
 def define_path(values: flags.FlagValues, name: str, meaning: str, default: str | None = None) -> None:
-    """Adds a flag whose value is a path of this machine: a URL is refused. Every flag with a path is made here."""
+    """Adds a flag whose value is a path of this machine; refuses a URL. Every flag with a path is made here."""
     flags.DEFINE(_PathParser(), name, default, meaning, flag_values=values)
 
 
 def define_paths(values: flags.FlagValues, name: str, meaning: str) -> None:
-    """The same for a list of paths, A,B."""
+    """Adds a flag whose value is a list of paths of this machine, A,B; refuses a URL."""
     flags.DEFINE(_PathsParser(), name, [], meaning, flag_values=values, serializer=flags.ListSerializer(','))
 
 
 def define_model(values: flags.FlagValues) -> None:
-    """Adds --model, for commands that load weights (origin.choose_source)."""
+    """Adds --model, for commands that load weights (evaluation_config.choose_source)."""
     define_path(
         values,
         'model',
@@ -193,7 +193,7 @@ def define_model(values: flags.FlagValues) -> None:
 
 
 def load_config(source: str) -> config_dict.ConfigDict:
-    """What get_config() of FILE, or get_config(ARGUMENT) of FILE:ARGUMENT, returns.
+    """Returns the config that get_config() of FILE, or get_config(ARGUMENT) of FILE:ARGUMENT, returns.
 
     FILE is a path, or a config that comes with the package: 'package:configs/tiny_cpu.py', or its name 'tiny_cpu'.
 
@@ -209,7 +209,7 @@ def load_config(source: str) -> config_dict.ConfigDict:
 
 
 def call_in_file(source: str, function: str, purpose: str) -> object:
-    """What a function of FILE returns, called without argument, or with ARGUMENT for FILE:ARGUMENT.
+    """Calls a function of FILE without argument, or of FILE:ARGUMENT with ARGUMENT, and returns its result.
 
     Args:
       purpose: describes the function if the file lacks it: 'which returns the config'.
@@ -242,16 +242,16 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
 
 
 def defines(source: str, function: str) -> bool:
-    """Whether FILE, or FILE of FILE:ARGUMENT, defines a function of this name; it is read and not run."""
+    """Whether FILE, or FILE of FILE:ARGUMENT, defines a function of this name; the file is parsed, not run."""
     try:
         tree = ast.parse(find_config_file(source).path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return False  # what loads the file says why
+        return False  # the code that loads the file says why
     return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
 
 
 def require_workdir(name: str | None) -> None:
-    """Raises UserError for a --workdir that is missing, a URL, not a directory, or not writable; makes nothing."""
+    """Raises UserError for a --workdir that is missing, a URL, not a directory, or not writable; creates nothing."""
     if not name:
         raise CommandLineError('--workdir is missing: name a directory for what the run leaves, e.g. --workdir=runs/a')
     require_local('--workdir', name)
@@ -290,7 +290,7 @@ def _take_config(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """('rollout.slots', '3') of --config.rollout.slots=3; None where the value is the next word or a boolean."""
+    """Yields ('rollout.slots', '3') for --config.rollout.slots=3; None if the value is the next word or a boolean."""
     for word in words:
         if word == '--':
             return
@@ -299,7 +299,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _require_field(path: str, value: str | None, config: config_dict.ConfigDict) -> None:
-    """Raises for an override of something that is not a field of the config."""
+    """Raises UserError for an override of something that is not a field of the config."""
     section, _, field = path.partition('.')
     if section not in config:
         raise unknown_field(path)
@@ -319,7 +319,7 @@ def _require_field(path: str, value: str | None, config: config_dict.ConfigDict)
 
 
 def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues) -> UserError:
-    """The sentence for what absl or ml_collections refuses."""
+    """Returns the error for a word that absl or ml_collections refuses."""
     if isinstance(error, flags.UnrecognizedFlagError):
         own = [f'--{name}' for name in ('config', *values) if not name.startswith('config.')]
         flag = f'--{error.flagname}'

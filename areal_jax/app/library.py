@@ -1,7 +1,7 @@
-"""areal_jax.train, evaluate and export: what the commands do, for programs and notebooks.
+"""areal_jax.train, evaluate and export: the commands as functions, for programs and notebooks.
 
 They leave the process as it was: no signal handlers, no settings of malloc, logging or jax, no exit handlers. Each call
-runs in a thread of its own (process/ending.py) and blocks until it has ended.
+runs in a new thread (process/ending.py) and blocks until it has ended.
 """
 
 from __future__ import annotations
@@ -37,18 +37,12 @@ SFT: RunKind[SftTraining] = RunKind(require_here, print_warnings, build_training
 
 
 def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> LoopRun | SftRun:
-    """Builds the run that a config describes; `train` runs it, `close` gives it up. Settings and errors as for Run."""
+    """Builds the run that a config describes; `train` runs it, `close` abandons it. Settings and errors as for Run."""
     if not find_objective(config.loss.objective).generates:
         return Run(SFT, config, workdir, **settings)
     if config.distributed.clients > 1 and config.distributed.average_directory and not settings.get('resume'):
         build_averages(TrackedConfig(config)).require_new()
     return Run(LOOP, config, workdir, **settings)
-
-
-# areal_jax.train, evaluate and export: what the commands do, for programs and notebooks.
-#
-# They leave the process as it was: no signal handlers, no settings of malloc, logging or jax, no exit handlers. Each
-# call runs in a thread of its own (ending.py) and blocks until it has ended.
 
 
 ConfigSource: TypeAlias = config_dict.ConfigDict | str | os.PathLike[str]
@@ -59,7 +53,7 @@ _one_at_a_time = threading.Lock()
 
 
 def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Report:
-    """Trains to the end and returns the content of report.json. The weights equal those that main_train trains.
+    """Trains to the end and returns the content of report.json. The weights equal the weights that main_train trains.
 
     If the report's `optimizer_steps` has `applied` 0, the run trained nothing (exit code 3 of main_train).
 
@@ -67,13 +61,13 @@ def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Repo
       config: as `areal_jax.config.default_config()` returns it, or the path of a config file, 'mine.py' or
         'FILE:ARGUMENT', or the name of one that comes with the package, 'tiny_cpu'. It is not changed.
       workdir: the directory for everything that the run leaves.
-      resume: go on from the newest checkpoint in `workdir`, or start again at update 0 where there is none. The report
-        of a run that has finished is returned at once.
+      resume: continue from the newest checkpoint in `workdir`, or start at update 0 if there is no checkpoint. The
+        report of a run that has finished is returned at once.
 
-    Raises UserError, one sentence, for what the caller can mend; OSError for a disk that is full; and KeyboardInterrupt
-    where it was raised in this thread meanwhile: during updates the one under way is finished and saved before (a
-    second one stops without saving), and resume=True goes on. After any exception the workdir is unlocked, and threads,
-    processes and files of the run are gone.
+    Raises UserError, one sentence, for errors that the caller can fix; OSError for a disk that is full; and
+    KeyboardInterrupt if it was raised in this thread during the run: the current update is finished and saved first (a
+    second interrupt stops without saving), and resume=True continues. After any exception the workdir is unlocked, and
+    threads, processes and files of the run are gone.
     """
     loaded, source = load_source(config)
     _require_one_process(loaded)
@@ -92,12 +86,12 @@ def evaluate(
 
     Args:
       config: as for `train`.
-      workdir: the directory for the results, of its own.
+      workdir: the directory for the results, which must hold nothing else.
       model: a workdir of `train`, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or
-        'package:NAME/FILE'; None = what the fields `model.*` of the config say.
-      resume: go on after the problems that are scored already.
+        'package:NAME/FILE'; None = the model that `config.model` names.
+      resume: continue after the problems that are already scored.
 
-    Raises what `train` raises; after KeyboardInterrupt, resume=True goes on.
+    Raises the errors that `train` raises; after KeyboardInterrupt, resume=True continues.
     """
     from areal_jax.app.evaluate.evaluate import evaluate_model
 
@@ -115,11 +109,11 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
 
     Args:
       workdir: of the run, or one of its checkpoints.
-      out: the directory to write; it must not exist, or be empty.
-      step: the update whose checkpoint it is; None = the newest.
+      out: the directory to write; it must not exist, or must be empty.
+      step: the update whose checkpoint is exported; None = the newest.
       dtype: of the weights in the files: 'float32', 'bfloat16' or 'float16'.
 
-    Raises UserError, one sentence, for what the caller can mend; nothing is left half-written.
+    Raises UserError, one sentence, for errors that the caller can fix; nothing is left half-written.
     """
     from areal_jax.app.export.run_export import export_run
 
@@ -129,7 +123,7 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
 
 
 def load_source(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
-    """(config, where it came from); raises UserError for what is no config."""
+    """Returns (config, where it came from); raises UserError for a value that is no config."""
     if isinstance(config, config_dict.ConfigDict):
         loaded, source = config, ''
     elif isinstance(config, str | os.PathLike):
@@ -159,7 +153,7 @@ def _directory(workdir: FilePath) -> pathlib.Path:
 
 
 def _call(name: str, run: Callable[[CallerInterrupts], _Result | None]) -> _Result:
-    """What `run` returns, called in a thread; None comes from an interrupted run only, which raises."""
+    """Calls `run` in a thread and returns its result. Only an interrupted run returns None, and then it raises."""
     if not _one_at_a_time.acquire(blocking=False):
         raise UserError(
             f'areal_jax.{name}: another run of this process has not ended; wait for it, or start a process for each run'

@@ -1,1 +1,1 @@
-"""The events of a run: their kinds and fields."""
+"""Defines the events of a run: their kinds and fields."""

@@ -1,8 +1,8 @@
-"""The declared shape of a JSON object: a TypedDict, checked at run time.
+"""Checks the declared shape of a JSON object, a TypedDict, at run time.
 
 A field is declared as `name: Annotated[type, comment]`, an optional one as `name: NotRequired[Annotated[type,
 comment]]`; a literal, which names its record, needs no comment. The types are the JSON types: bool, int, float (which
-takes an int too), str, None, lists of them, unions and literals. `check_of` also knows objects: mappings from names,
+accepts an int too), str, None, lists of them, unions and literals. `check_of` also knows objects: mappings from names,
 TypedDicts and dataclasses.
 """
 
@@ -16,12 +16,12 @@ from typing import Annotated, Literal, NotRequired, Union
 
 Check = Callable[[object], bool]  # whether a value is of the declared type
 _LISTS, _OBJECTS = (list, tuple, Sequence), (dict, Mapping)
-_PLAIN = frozenset((str, bool, types.NoneType))  # whose instances are the values of the type
+_PLAIN = frozenset((str, bool, types.NoneType))  # instances of these types are exactly the values of the type
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One declared field; `fits` says whether a value is of its type."""
+    """One declared field; `fits` tests whether a value is of its type."""
 
     name: str
     type_name: str  # 'int', 'list of str', "'start' or 'done'"
@@ -32,7 +32,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A TypedDict as the program can look at it."""
+    """A TypedDict in a form that the program can read."""
 
     comment: str  # the first line of the docstring
     fields: tuple[Field, ...]  # in the order of their declaration, the base class first
@@ -40,7 +40,7 @@ class Record:
     allowed: frozenset[str]  # required or optional
 
     def find_fault(self, values: Mapping[str, object]) -> str:
-        """What keeps `values` from being such a record, as the end of a sentence ("has no 'draw'"); '' for nothing."""
+        """Describes why `values` is no such record, as the end of a sentence ("has no 'draw'"); '' if it is one."""
         for field in self.fields:
             if field.name not in values:
                 if not field.optional:
@@ -52,7 +52,7 @@ class Record:
 
 
 def describe_record(declaration: type) -> Record:
-    """The record that a TypedDict declares; raises TypeError, naming the field, for one without type and comment."""
+    """Returns the record that a TypedDict declares; raises TypeError, naming a field without type and comment."""
     hints = typing.get_type_hints(declaration, include_extras=True)
     fields = tuple(_describe_field(name, hint) for name, hint in hints.items())
     names = frozenset(field.name for field in fields)
@@ -73,7 +73,7 @@ def _describe_field(name: str, hint: object) -> Field:
 
 
 def name_type(kind: object) -> str:
-    """In words: 'list of int'."""
+    """Names a type in words: 'list of int'."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return ' or '.join(map(repr, arguments))
@@ -86,7 +86,7 @@ def name_type(kind: object) -> str:
 
 
 def check_of(kind: object) -> Check:
-    """Whether a value of JSON is of a type; a sequence is a list there. Raises TypeError for no type of JSON."""
+    """Returns a test of a JSON value's type; a sequence must be a list. Raises TypeError if `kind` is no JSON type."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return lambda value: value in arguments
@@ -116,13 +116,13 @@ def check_of(kind: object) -> Check:
 
 
 def _check_of_fields(kind: type) -> Check:
-    """Of a TypedDict or a dataclass; fields that are unknown are of a later version."""
+    """Returns a test for a TypedDict or a dataclass; ignores unknown fields, which belong to a later version."""
     hints = typing.get_type_hints(kind)
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
         required = {one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING}
     else:
-        # __required_keys__ does not see NotRequired in annotations that are texts
+        # __required_keys__ does not recognise NotRequired in annotations given as strings
         written = typing.get_type_hints(kind, include_extras=True)
         required = {name for name, hint in written.items() if typing.get_origin(hint) is not NotRequired}
     checks = {name: check_of(hint) for name, hint in hints.items()}

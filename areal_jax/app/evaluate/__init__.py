@@ -1,1 +1,1 @@
-"""A model on its own, measured on a task."""
+"""Measures a model on a task, without training."""

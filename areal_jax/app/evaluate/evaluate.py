@@ -1,4 +1,4 @@
-"""A model on its own, measured on a task: engines, verifier and evaluator of a run, without a learner."""
+"""Measures a model on a task with the engines, verifier and evaluator of a run, without a learner."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ def evaluate_model(
     answers.
 
     Args:
-      config: as an experiment file gives it, overrides applied; what could not be trained may pass.
+      config: as an experiment file gives it, overrides applied; a config that could not be trained may pass.
       workdir: the directory for answers.jsonl and results.json.
       model: the --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or
-        'package:NAME/FILE'; None = what config.model says.
-      resume: go on after the problems that are complete in the workdir.
+        'package:NAME/FILE'; None = the model that config.model names.
+      resume: keep the problems that are complete in the workdir, and answer the others.
       source: where the config came from, for results.json.
       overrides: the fields that the command line sets; one that the evaluation does not use is refused.
       interrupts: asks the evaluation to stop when a signal comes; None = signals are left alone.
 
-    Returns results.json, or None after a requested stop. Raises UserError for what the user can mend.
+    Returns results.json, or None after a requested stop. Raises UserError for errors that the user can fix.
     """
     adapted = adapt_config(config, model, overrides)
     validate_evaluation(adapted)
@@ -91,7 +91,7 @@ def evaluate_model(
 
 
 class _Evaluation:
-    """The parts of one evaluation. The constructor builds what decides whether it can run; `run` runs it."""
+    """The parts of one evaluation. The constructor builds every part that can make it fail; `run` runs it."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Evaluation:
         self._parts.close()
 
     def run(self) -> Results | None:
-        """Answers what is left; results.json, or None after a requested stop."""
+        """Answers the remaining problems; returns results.json, or None after a requested stop."""
         if self._left:
             self._warm_up()
             if not self._answer():
@@ -187,7 +187,7 @@ class _Evaluation:
             ) from error
 
     def _build_engines(self, model: Model) -> list[LocalEngine]:
-        """Engines with the model's weights in the dtype of publication."""
+        """Builds engines that hold the model's weights in the dtype of publication."""
         config = self.config
         self._backends = build_backends(config, model.decoder, self.allocation)
         self._start.begin(f'building the engines; {describe_caches(self._backends)}')
@@ -197,7 +197,7 @@ class _Evaluation:
         self._version = read_version(model.source) or 0
         first = place_of(config, model.decoder, self.allocation.engines[0])
         channel = DeviceChannel(None, verify=config.publication.verify)
-        published = channel.transfer(self._version, move_to(params, first))  # with which the first engine decodes
+        published = channel.transfer(self._version, move_to(params, first))  # the first engine decodes with these
         self._weights_sha256 = weights_sha256(channel.receive(published))
         return build_engines(
             config, model.decoder, self.allocation, self._backends, {}, channel, published, self.clock, self.log,
@@ -233,7 +233,7 @@ class _Evaluation:
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 
     def _answer(self) -> bool:
-        """Answers the problems that are left; False after a requested stop."""
+        """Answers the remaining problems; returns False after a requested stop."""
         if isinstance(self.clock, RealClock):
             self.clock.restart()
         stop = self.clock.event('stop requested')
@@ -253,7 +253,7 @@ class _Evaluation:
         return complete
 
     def _collect_answers(self) -> Deliver:
-        """A function that collects the answers to each problem, and writes and sums up the problem after its last."""
+        """Returns a function that collects the answers to each problem; the last one writes and counts the problem."""
         before, began = self.tally.seconds, time.monotonic()
         incomplete: dict[int, dict[int, Answer]] = {}  # by row, by column
 
@@ -301,7 +301,7 @@ class _Evaluation:
 
 
 def _spell_infinity(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested dict with 'inf' for infinity, which JSON does not have."""
+    """Returns a nested dict with 'inf' for infinity, which JSON does not have."""
     spell = lambda value: str(value) if isinstance(value, float) and not math.isfinite(value) else value
     return {
         name: _spell_infinity(value) if isinstance(value, Mapping) else spell(value) for name, value in values.items()

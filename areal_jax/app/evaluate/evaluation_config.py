@@ -22,7 +22,7 @@ _STEP = re.compile(r'step_(\d{8,})(_\d+)?$')
 
 
 def choose_source(name: str) -> tuple[Source, str]:
-    """(model.source, model.path) of RUN | CHECKPOINT | HF_DIR | GGUF, also of 'package:NAME/FILE'.
+    """Returns (model.source, model.path) of RUN | CHECKPOINT | HF_DIR | GGUF, also of 'package:NAME/FILE'.
 
     Raises ConfigError for any other path.
     """
@@ -44,7 +44,7 @@ def choose_source(name: str) -> tuple[Source, str]:
 
 
 def read_version(checkpoint: pathlib.Path | None) -> int | None:
-    """The number of updates that a directory of a checkpoint, RUN/checkpoints/step_00000012, has in its name."""
+    """Returns the number of updates in the name of a checkpoint's directory, RUN/checkpoints/step_00000012."""
     match = _STEP.fullmatch(checkpoint.resolve().name) if checkpoint is not None else None
     return int(match[1]) if match else None
 
@@ -71,7 +71,7 @@ def _is_config_of_run(path: pathlib.Path) -> bool:
     return isinstance(content.get('model'), dict) and isinstance(content.get('run'), dict)
 
 
-# parts that an evaluation does not have: they must not need devices or packages
+# parts that an evaluation does not have, so their devices and packages must not be required
 _WITHOUT_TRAINING = {
     'rollout.server': 'in_process',
     'cluster.learner': FIELDS['cluster.learner'].default,
@@ -83,9 +83,9 @@ _WITHOUT_TRAINING = {
 def adapt_config(
     config: config_dict.ConfigDict, model: str | None, overrides: Collection[str]
 ) -> config_dict.ConfigDict:
-    """A copy whose model.source and model.path name `model` (None = unchanged), without the fields of training.
+    """Returns a copy whose model.source and model.path name `model` (None = unchanged), without the fields of training.
 
-    Raises ConfigError for a path that is no model, and for one that the command line gives twice.
+    Raises ConfigError for a path that is no model, and for a setting that the command line gives twice.
     """
     adapted = config.copy_and_resolve_references()
     if model is not None:
@@ -118,7 +118,7 @@ def _require_free(flag: str, fields: tuple[str, ...], overrides: Collection[str]
 
 
 def _count_lines(path: pathlib.Path) -> int:
-    """Lines that are not blank, which is how many problems there are if none is repeated."""
+    """The number of lines that are not blank; it is the number of problems if none is repeated."""
     try:
         with path.open('rb') as file:
             count = sum(1 for line in file if line.strip())

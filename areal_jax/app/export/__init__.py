@@ -1,1 +1,1 @@
-"""The weights of a run as files for other programs."""
+"""Writes the weights of a run as files for other programs."""

@@ -1,4 +1,4 @@
-"""The export of a finished run: found, made in a process of its own, pushed to the Hub. Imports no jax."""
+"""Finds the export of a finished run, makes it in a separate process, and pushes it to the Hub. Imports no jax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIX = 'remove the directory, it is written again'
 def export_in_process(workdir: pathlib.Path, step: int, dtype: str) -> str:
     """Writes WORKDIR/export from the checkpoint of a step, in place of an earlier one; returns the weights' digest.
 
-    Raises UserError with the last line of what the child says where it fails.
+    Raises UserError with the last line that the child process prints if it fails.
     """
     out = workdir / DIRECTORY
     if out.exists():
@@ -49,7 +49,7 @@ def export_in_process(workdir: pathlib.Path, step: int, dtype: str) -> str:
 
 
 def holds_export(workdir: pathlib.Path, step: int) -> bool:
-    """Whether the export of the weights after `step` updates is there, whole."""
+    """Whether the complete export of the weights after `step` updates is there."""
     return (workdir / DIRECTORY / RECORD).exists() and read_record(workdir).get('step') == step
 
 
@@ -57,12 +57,12 @@ def read_record(workdir: pathlib.Path) -> files.JsonObject:
     return files.read_json(workdir / DIRECTORY / RECORD, _FIX)
 
 
-# Uploads an export to the Hugging Face Hub, with all that can be refused checked before anything is exported.
+# Uploads an export to the Hugging Face Hub. Everything that can be refused is checked before the export is made.
 #
 # The token is the one of `hf auth login` or of HF_TOKEN, and is never printed.
 
 
-_REPLACED = ['*.safetensors', '*.safetensors.index.json']  # an earlier export may have had others
+_REPLACED = ['*.safetensors', '*.safetensors.index.json']  # an earlier export may have other shards
 _TOKEN = 'a token that may write, from https://huggingface.co/settings/tokens, by `hf auth login` or in HF_TOKEN'
 Result = TypeVar('Result')
 
@@ -77,15 +77,15 @@ class Destination:
 
     api: HfApi
     repo: str  # OWNER/NAME
-    private: bool  # of a repository that is made; an existing one must be private then
+    private: bool  # of a repository that is made; an existing one must be private if this is set
     revision: str | None  # a branch, made where it is missing; None = main
 
 
 def open_destination(repo: str, *, private: bool = False, revision: str | None = None) -> Destination:
-    """Checks name, login and rights; makes and writes nothing.
+    """Checks name, login and rights; creates and writes nothing.
 
-    Raises PushError for a missing package, an invalid name, HF_HUB_OFFLINE, a missing or refused token, one that
-    may only read, an owner that it may not write for, and a public repository where `private` is set.
+    Raises PushError for a missing package, an invalid name, HF_HUB_OFFLINE, a missing or refused token, a read-only
+    token, an owner that the token may not write for, and a public repository if `private` is set.
     """
     if importlib.util.find_spec('huggingface_hub') is None:
         raise PushError(
@@ -117,10 +117,10 @@ def open_destination(repo: str, *, private: bool = False, revision: str | None =
 
 
 def push_export(destination: Destination, directory: pathlib.Path, workdir: pathlib.Path, message: str = '') -> str:
-    """Uploads an exported directory, model card included, as one commit; returns its address.
+    """Uploads an exported directory, model card included, as one commit; returns the commit's address.
 
     Args:
-      workdir: of the run; it, the update and the version of this program are the message where none is given.
+      workdir: of the run; its name, the update and the version of this program are the default message.
 
     Raises PushError; the repository then has the files that it had before.
     """
@@ -154,7 +154,7 @@ def _require_name(repo: str) -> None:
 
 
 def _require_rights(repo: str, user: Mapping[str, object]) -> None:
-    """`user`: as the Hub answers whoami."""
+    """Raises PushError unless the token of `user`, the Hub's answer to whoami, may write for the owner of `repo`."""
     owner = repo.partition('/')[0]
     listed = user.get('orgs')
     organizations = [str(entry['name']) for entry in listed if 'name' in entry] if isinstance(listed, list) else []
@@ -169,7 +169,7 @@ def _require_rights(repo: str, user: Mapping[str, object]) -> None:
 
 
 def _ask(destination: Destination, call: Callable[[], Result], passing: type[Exception] | tuple[()] = ()) -> Result:
-    """What the Hub answers; what it refuses becomes a PushError, but for `passing`."""
+    """Calls the Hub and returns its answer; raises PushError if the Hub refuses, and lets `passing` through."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:

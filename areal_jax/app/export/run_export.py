@@ -43,7 +43,7 @@ _Row = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ExportedModel:
-    """What is exported, for the card."""
+    """Describes the exported weights for the model card."""
 
     values: Values  # the run's config, flat: 'run.steps' and so on
     step: int  # updates that made the weights
@@ -55,7 +55,7 @@ class ExportedModel:
 
 
 def render_card(workdir: pathlib.Path, model: ExportedModel) -> str:
-    """The card, from the config and from what the workdir holds: base weights, scores, commit and versions."""
+    """Renders the card from the config and the files of the workdir: base weights, scores, commit and versions."""
     facts = _read(workdir / fact_file.FILE) if model.step == model.values['run.steps'] else {}
     tables = [
         ('The run', _run_rows(workdir, model)),
@@ -220,8 +220,8 @@ def _table(rows: Sequence[_Row]) -> str:
 
 
 # Exports the weights of a run as a directory that transformers, vLLM and SGLang load, with tokenizer and model card.
-#
-# From a checkpoint of any run, or from the learner of a run that has just finished. publication/export.py writes.
+# The weights come from a checkpoint of any run, or from the learner of a run that has just finished.
+# publication/export.py writes the files.
 
 
 _GENERATION = 'generation_config.json'
@@ -239,13 +239,13 @@ def export_run(
     dtype: str = 'float32',
     announce: Announce = announce_nothing,
 ) -> pathlib.Path:
-    """Exports a checkpoint of a run to `out`, which appears at once when all of it is written; returns `out`.
+    """Exports a checkpoint of a run to `out`, which appears in one step once it is complete; returns `out`.
 
     Args:
       workdir: of a run by rewards or by supervision, finished or not, or one of its checkpoints.
       step: the checkpoint's updates; None = the newest checkpoint that is intact.
       dtype: of the weights: float32, bfloat16 or float16.
-      announce: hears of the bytes written, and of all.
+      announce: is called with the bytes written and the total.
 
     Raises UserError for an `out` that is not empty, an unknown `dtype` or one that cannot hold the values, a directory
     without a run, a run without that checkpoint, a damaged checkpoint, and a disk that is full.
@@ -278,15 +278,15 @@ def write_export(
     announce: Announce = announce_nothing,
     critic: Params | None = None,
 ) -> None:
-    """Writes weights of a run with all that belongs to them; replaces an earlier export in `out`.
+    """Writes the weights of a run with tokenizer, configs and model card; replaces an earlier export in `out`.
 
     Args:
-      workdir: of the run; its config and, as far as they are there, its scores and facts go into the model card.
+      workdir: of the run; its config and, if they exist, its scores and facts go into the model card.
       step: updates that made the weights.
       params: in list form, adapters merged.
-      digest: `weights_sha256` of them.
+      digest: `weights_sha256` of `params`.
       model: the decoder and the tokenizer; its own weights are not used.
-      critic: a value head, alone or with the weights of a model of its own; it goes to `out`/critic.
+      critic: a value head, alone or with the weights of a separate critic model; it goes to `out`/critic.
 
     Raises PublicationError, HfError, and FileError for a damaged file of the workdir.
     """
@@ -321,8 +321,8 @@ def _write_critic(out: pathlib.Path, critic: Params, model: Model, dtype: str) -
 def separates_head(config: TrackedConfig) -> bool:
     """Whether published versions also store lm_head although it is tied to the embedding.
 
-    On a CPU vllm 0.32 keeps a packed copy of the head. Its reload_weights packs the tensors that it reads anew, and
-    reads none for a head which is the embedding, so that later versions would be served with the head of the first.
+    On a CPU, vllm 0.32 keeps a packed copy of the head. Its reload_weights packs only the tensors that it reads again,
+    and it does not read a tied head, so later versions would be served with the head of the first.
     """
     kind = find_server(config.rollout.server)
     named = {url.partition('+')[0] for url in config.rollout.urls}
@@ -331,7 +331,7 @@ def separates_head(config: TrackedConfig) -> bool:
 
 
 def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:
-    """The tokenizer and parameters of sampling that belong to the weights of a run, for a server that loads them."""
+    """Returns the tokenizer and sampling parameters of the run's weights, for a server that loads them."""
     return _companions(_read_values(workdir), model)
 
 
@@ -367,7 +367,7 @@ def _require_free(out: pathlib.Path) -> None:
 
 
 def _host_device() -> jax.Device:
-    """A CPU, so that weights which were trained over many devices need not fit one of them."""
+    """A CPU device, so that weights which were trained over many devices need not fit on one of them."""
     try:
         return jax.local_devices(backend='cpu')[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
@@ -375,19 +375,19 @@ def _host_device() -> jax.Device:
 
 
 def _read_values(workdir: pathlib.Path) -> Values:
-    """The run's config by 'section.field', with defaults where config.json has no such field."""
+    """Returns the run's config by 'section.field', with the default of each field that config.json lacks."""
     return {**dict(flatten(default_config())), **dict(flatten(read_saved(workdir / CONFIG, _FIX)))}
 
 
 def _token_ids(model: Model) -> dict[str, int]:
-    """By their names in config.json."""
+    """Returns the ids of the special tokens by their names in config.json."""
     tokenizer = model.tokenizer
     roles = tokenizer.special_ids if isinstance(tokenizer, GgufTokenizer) else {'eos': tokenizer.eos_id}
     return {f'{role}_token_id': index for role, index in roles.items() if f'{role}_token_id' in TOKEN_IDS}
 
 
 def _generation_config(values: Values, model: Model) -> dict[str, object]:
-    """Where generation ends, and for a run by rewards how its answers were sampled.
+    """Returns generation_config.json: the ids that end generation and, for a run by rewards, its sampling.
 
     If the original model has such a file, its token ids are kept. Supervised training also keeps its sampling
     parameters. A run by rewards writes its own, because they define its policy.
@@ -399,14 +399,14 @@ def _generation_config(values: Values, model: Model) -> dict[str, object]:
     ids = ours | ids | {'eos_token_id': ends if len(ends) > 1 else ends[0]}
     if not find_objective(values['loss.objective']).generates:
         return original | ids
-    # 0 means no cut for transformers and vLLM, and is refused by SGLang; all of the vocabulary means it to all three
+    # transformers and vLLM read 0 as no cut, SGLang refuses it; all three read the size of the vocabulary as no cut
     top_k = values['rollout.top_k'] or model.decoder.config.vocab_size
     sampling = {'temperature': values['rollout.temperature'], 'top_k': top_k, 'top_p': values['rollout.top_p']}
     return ids | {'do_sample': True} | sampling
 
 
 def _read_original(model: Model) -> dict[str, object]:
-    """generation_config.json of the Hugging Face directory that the tokenizer is from, with the ids of config.json."""
+    """Reads generation_config.json of the Hugging Face directory of the tokenizer, with the end ids of config.json."""
     if model.companions is None:
         return {}
     config = read_json(model.companions / CONFIG)

@@ -1,4 +1,4 @@
-"""The models of a run: the one that it trains, with weights and tokenizer, and others that the config names."""
+"""The models of a run: the trained one, with weights and tokenizer, and others that the config names."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ _PARAMS = 'params'  # in the arrays of a checkpoint
 class EarlierRun:
     """The run of a workdir, at one of its checkpoints.
 
-    A newer checkpoint that is damaged is passed over, said so on stderr.
+    A newer checkpoint that is damaged is skipped, with a message on stderr.
 
     Args:
       path: the workdir, or one of its checkpoints, WORKDIR/checkpoints/step_00000012.
       step: which checkpoint; None = the one that `path` names, or the newest that is intact.
-      field: what gave the path, for errors.
+      field: the config field or flag that gave the path, for errors.
 
     Raises ConfigError for a path that is not of a run, and for a run without a checkpoint; CheckpointError for a step
-    that is not there (naming those that are), for a damaged one, and where none is intact.
+    that does not exist (it names the existing ones), for a damaged checkpoint, and if no checkpoint is intact.
     """
 
     def __init__(self, path: str, step: int | None = None, field: str = FIELD):
@@ -94,15 +94,15 @@ class EarlierRun:
     def read_weights(
         self, decoder: Decoder, cut: Callable[[Params], Params], announce: Announce = announce_nothing
     ) -> Params:
-        """The run's weights in float32 and list form, with LoRA adapters merged.
+        """Reads the run's weights in float32 and list form, with LoRA adapters merged.
 
-        Each process reads only the shards of its own devices.
+        Each process reads only the shards of its devices.
 
         Args:
           cut: maps a tree of shapes to the tree of their shardings.
-          announce: hears of the bytes read, and of all.
+          announce: is called with the bytes read and the total.
 
-        Raises ConfigError if their names or shapes differ from the decoder's weights, and CheckpointError for a
+        Raises ConfigError if the stored names or shapes differ from the decoder's weights, and CheckpointError for a
         damaged checkpoint.
         """
         lora = self.config.lora
@@ -122,7 +122,7 @@ class EarlierRun:
         return merge_adapters(params, adapters) if adapters else params
 
     def read_critic(self) -> Params | None:
-        """The weights of its critic in float32 on the host, with the value head; None for a run without one."""
+        """Returns the critic's weights in float32 on the host, with the value head; None for a run without a critic."""
         whole = lambda leaf: leaf[tuple(slice(0, size) for size in leaf.shape)]
         return jax.tree.map(lambda leaf: np.asarray(whole(leaf), np.float32), self._critic)
 
@@ -138,7 +138,7 @@ class EarlierRun:
             )
 
 
-# The model of a run. formats/ reads the files, text_model.py has what needs no jax.
+# The model of a run. formats/ reads the files; text_model.py has the part that needs no jax.
 
 
 @dataclasses.dataclass
@@ -157,9 +157,9 @@ class Model:
 
 
 def build_model(config: TrackedConfig, announce: Announce = announce_nothing) -> Model:
-    """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit.
+    """Builds the weights and tokenizer that model.source names; raises TokenizerError if the two do not fit.
 
-    `announce` hears of the bytes that are read, and of all.
+    `announce` is called with the bytes read and the total.
     """
     if config.model.source == 'gguf':
         file = gguf_file(config)
@@ -198,33 +198,33 @@ def _load_run_model(config: TrackedConfig, announce: Announce) -> Model:
 
 
 def describe_model(config: TrackedConfig) -> Model:
-    """Decoder and tokenizer that `build_model` would give, without weights; raises TokenizerError like it."""
+    """Returns the decoder and tokenizer of `build_model`, without weights; raises TokenizerError like it."""
     text = describe_text_model(config)
     return Model(Decoder(text.shape), None, text.tokenizer, companions=text.companions)
 
 
 def cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
-    """A function from a tree in list form to the learner's sharding of each leaf."""
+    """Returns a function that maps a tree in list form to the learner's sharding of each leaf."""
     mesh = mesh_of(parse_learner(config.cluster.learner))
     return lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
 
 
-# Models beside the policy: a reference, a teacher or the start of a critic, each a Hugging Face directory.
+# Other models than the policy: a reference, a teacher or the start of a critic, each a Hugging Face directory.
 
 
-_ASIDE = ('context_tokens', 'family')  # of a shape: change neither weights nor computation
+_ASIDE = ('context_tokens', 'family')  # fields of a shape that change neither weights nor computation
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenModel:
-    """Where the model is, and its shape."""
+    """The directory of a model that the config names, and its shape."""
 
-    field: str  # of the config, that names the directory
+    field: str  # of the config, names the directory
     directory: pathlib.Path
     shape: ModelConfig
 
     def load(self, config: TrackedConfig, dtype: str) -> Params:
-        """Its weights in list form and `dtype`, in the learner's sharding; raises ConfigError for bad files."""
+        """Loads its weights in list form and `dtype`, in the learner's sharding; raises ConfigError for bad files."""
         shardings = cut_params(config, self.shape)(Decoder(self.shape).abstract())
         try:
             return load_hf_weights(self.directory, self.shape, shardings=shardings, dtype=dtype)
@@ -232,7 +232,7 @@ class GivenModel:
             raise ConfigError(f'{self.field}: {error}') from error
 
     def load_value_head(self) -> ValueHead | None:
-        """The value head that was exported with it, or None; raises ConfigError for a bad file."""
+        """Returns the value head that was exported with it, or None; raises ConfigError for a bad file."""
         try:
             return read_value_head(self.directory, self.shape.d_model)
         except SafetensorsError as error:
@@ -241,17 +241,17 @@ class GivenModel:
 
 @dataclasses.dataclass(frozen=True)
 class OtherModels:
-    """Weights that a learner reads in addition to those of the policy; None where its objective does not."""
+    """Weights that a learner reads in addition to the policy; None if its objective does not read them."""
 
-    reference: Params | None  # None also: the policy's own at the start
+    reference: Params | None  # None also: the policy's initial weights
     teacher: tuple[Decoder, Params] | None  # may be of another architecture
-    critic: Params | None  # a value head, with the weights of a model of its own if it has one
+    critic: Params | None  # a value head, with the critic's weights if it is a separate model
 
 
 def load_other_models(config: TrackedConfig, model: Model, settings: LearnerSettings) -> OtherModels:
-    """Loads loss.reference, loss.teacher and critic.model where the objective reads them.
+    """Loads loss.reference, loss.teacher and critic.model if the objective reads them.
 
-    Raises ConfigError for a directory that holds none, or one of other tokens or sizes.
+    Raises ConfigError for a directory without a model, and for a model with other tokens or sizes.
     """
     reference = teacher = None
     reads, dtype = settings.objective.reads, settings.learner.dtype
@@ -282,14 +282,14 @@ def _read_same_shape(config: TrackedConfig, field: str, model: Model) -> GivenMo
 
 
 def read_given_model(config: TrackedConfig, field: str, model: Model) -> GivenModel:
-    """The model that `field` names; raises ConfigError for a directory that holds none, or one of other tokens."""
+    """Describes the model that `field` names; raises ConfigError if it is no model or has other tokens."""
     given = describe_given_model(config, field)
     _require_same_tokens(given, model)
     return given
 
 
 def describe_given_model(config: TrackedConfig, field: str) -> GivenModel:
-    """The same before the trained model is known; raises ConfigError for a directory that holds none."""
+    """Describes the model that `field` names, tokens unchecked; raises ConfigError for a directory without a model."""
     section, _, name = field.partition('.')
     value: str = getattr(getattr(config, section), name)
     directory = pathlib.Path(value)
@@ -302,7 +302,7 @@ def describe_given_model(config: TrackedConfig, field: str) -> GivenModel:
 
 
 def require_same_shape(given: GivenModel, field: str, shape: ModelConfig) -> None:
-    """Raises ConfigError where the model is another architecture than the trained one, or has other sizes."""
+    """Raises ConfigError if the model has another architecture or other sizes than the trained one."""
     theirs, ours = (
         {name: value for name, value in dataclasses.asdict(one).items() if name not in _ASIDE}
         for one in (given.shape, shape)
@@ -316,7 +316,7 @@ def require_same_shape(given: GivenModel, field: str, shape: ModelConfig) -> Non
 
 
 def _require_same_tokens(given: GivenModel, model: Model) -> None:
-    """Raises ConfigError for a vocabulary in which the ids of the trained model mean something else."""
+    """Raises ConfigError if a token id means something else in this vocabulary than in the trained model's."""
     where, ours = f'{given.field}={str(given.directory)!r}', model.decoder.config.vocab_size
     if given.shape.vocab_size != ours:
         raise ConfigError(
@@ -337,7 +337,7 @@ def _require_same_tokens(given: GivenModel, model: Model) -> None:
 
 
 def _find_difference(ours: Tokenizer, theirs: HfTokenizer) -> str:
-    """A token with two ids, in words; '' where there is none, or ours has no list of tokens."""
+    """Describes a token with two ids; '' if there is no such token, or if `ours` lists no tokens."""
     vocabulary = getattr(ours, 'vocabulary', None)
     if vocabulary is None:
         return ''

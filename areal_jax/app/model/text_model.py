@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: where it comes from, its shape, its tokenizer. Imports no jax."""
+"""Describes a model without its weights: its origin, its shape, its tokenizer. Imports no jax."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 
-# What the config.json of another run says of its model.
+# The part of another run's config.json that describes its model.
 
 
 FIELD = 'model.path'
-# the fields of that run's config that say which weights and tokenizer it has
+# the fields of that run's config that determine its weights and tokenizer
 _READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
 
 
 def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
-    """(workdir, name of the checkpoint's directory) of a path to either; no name for a workdir."""
+    """Splits a path to either into (workdir, name of the checkpoint's directory); the name is None for a workdir."""
     given = pathlib.Path(path)
     whole = given.absolute()
     if whole.parent.name == CHECKPOINTS and re.fullmatch(r'step_\d+(_\d+)?', whole.name):
@@ -44,7 +44,7 @@ def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
 
 
 def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
-    """What the config of a run says about its model; raises ConfigError for a path that is not of a run."""
+    """Reads the config fields of a run that describe its model; raises ConfigError for a path that is no run."""
     workdir, _ = split_checkpoint(path)
     file, fix = workdir / CONFIG, 'restore the file as the run wrote it'
     values = files.read_json(file, fix) if file.is_file() else {}
@@ -69,9 +69,9 @@ def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
 
 
 def find_checkpoint(path: str) -> pathlib.Path:
-    """The checkpoint that the path names, or the newest one of that run; whether it is intact is not looked at.
+    """Returns the checkpoint that the path names, or the newest one of that run; does not check whether it is intact.
 
-    Raises ConfigError for a run without one, CheckpointError for one that is not there.
+    Raises ConfigError for a run without a checkpoint, CheckpointError for a checkpoint that does not exist.
     """
     workdir, name = split_checkpoint(path)
     store = CheckpointStore(workdir / CHECKPOINTS)
@@ -83,14 +83,14 @@ def find_checkpoint(path: str) -> pathlib.Path:
     return store.path(name or newest)
 
 
-# The chat template that model.chat_template puts in place of the one that came with the weights.
+# The chat template that model.chat_template sets in place of the one that came with the weights.
 
 
 _LARGEST_BYTES = 2**20
 
 
 def read_given_template(config: TrackedConfig) -> GivenTemplate | None:
-    """The template that the config names, else that of the run it starts from, and so on; None = that of the weights.
+    """Looks for a template in the config, then in the run it starts from, recursively. None: the model has its own.
 
     Raises ConfigError for a file that is missing or cannot be read.
     """
@@ -114,7 +114,7 @@ def read_given_template(config: TrackedConfig) -> GivenTemplate | None:
         raise ConfigError(f'{place} cannot be read ({error}): name a text file in UTF-8') from error
 
 
-# What the host side needs of a model: its shape, its tokenizer and where its weights are. model.py adds the weights.
+# What the host side needs of a model: its shape, its tokenizer and the path of its weights. model.py loads them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +127,9 @@ class TextModel:
 
 
 def describe_text_model(config: TrackedConfig) -> TextModel:
-    """Shape and tokenizer of the model that model.source names.
+    """Returns the shape and tokenizer of the model that model.source names.
 
-    Raises TokenizerError where the two do not fit, and ConfigError for a chat template that cannot be read.
+    Raises TokenizerError if the two do not fit, and ConfigError for a chat template that cannot be read.
     """
     own, config = config, find_origin(config)
     if config.model.source == 'gguf':
@@ -146,19 +146,19 @@ def describe_text_model(config: TrackedConfig) -> TextModel:
 
 
 def gguf_tokenizer(config: TrackedConfig, fields: JsonObject, file: pathlib.Path) -> GgufTokenizer:
-    """Of the fields of a file, as the config of a run wants it; raises as `describe_text_model` does."""
+    """Makes a tokenizer from a GGUF file's fields and the config; raises like `describe_text_model`."""
     template, all_ends = read_given_template(config), config.model.ends == 'all'
     return GgufTokenizer(fields, str(file), template, all_ends=all_ends, day=config.model.template_date)
 
 
 def hf_tokenizer(config: TrackedConfig, directory: pathlib.Path) -> HfTokenizer:
-    """The same of a Hugging Face directory."""
+    """Makes a tokenizer from a Hugging Face directory and the config; raises like `describe_text_model`."""
     template, all_ends = read_given_template(config), config.model.ends == 'all'
     return HfTokenizer(directory, template, all_ends=all_ends, day=config.model.template_date)
 
 
 def read_shape(config: TrackedConfig) -> ModelConfig:
-    """The shape of the model, without its weights; raises ConfigError where it has fewer positions than a sequence."""
+    """Reads the model's shape, without weights; raises ConfigError if it has fewer positions than a sequence."""
     origin = find_origin(config)
     if origin.model.source == 'gguf':
         return read_gguf_shape(gguf_file(origin))
@@ -174,7 +174,7 @@ def read_shape(config: TrackedConfig) -> ModelConfig:
 
 
 def require_rules_of_origin(config: config_dict.ConfigDict) -> None:
-    """Raises ConfigError where a run from another run breaks a rule of the model which that one drew."""
+    """Raises ConfigError if a run that starts from another run breaks a rule for the model of the first run."""
     if config.model.source == 'run':
         origin = find_origin(TrackedConfig(config))
         started = config.copy_and_resolve_references()
@@ -183,14 +183,14 @@ def require_rules_of_origin(config: config_dict.ConfigDict) -> None:
 
 
 def describe_loading(config: TrackedConfig) -> str:
-    """'loading model.gguf': what `build_model` does."""
+    """Returns a phrase for `build_model`'s work: 'loading model.gguf'."""
     if config.model.source == 'random':
         return 'drawing weights'
     return f'loading {pathlib.PurePath(config.model.path.removeprefix("package:")).name}'
 
 
 def find_source(config: TrackedConfig) -> pathlib.Path | None:
-    """The file or directory that holds the weights; None = they are drawn.
+    """Returns the file or directory that holds the weights; None = they are drawn.
 
     Raises ConfigError for a run without a checkpoint.
     """
@@ -204,7 +204,7 @@ def find_source(config: TrackedConfig) -> pathlib.Path | None:
 
 
 def describe_source(config: TrackedConfig, source: pathlib.Path | None) -> tuple[str, str]:
-    """(what weights that are not finite are called, what to do then)."""
+    """Returns (a name for weights that are not finite, the fix), for an error message."""
     if source is None:
         drawn = f'weights drawn with model.init_scale={config.model.init_scale:g}'
         if (scale := config.model.embedding_scale) != 1.0:
@@ -214,7 +214,7 @@ def describe_source(config: TrackedConfig, source: pathlib.Path | None) -> tuple
 
 
 def find_origin(config: TrackedConfig) -> TrackedConfig:
-    """Follows model.source='run' to the first run of the chain; its config gives shape and tokenizer."""
+    """Follows model.source='run' to the first run of the chain; that run's config gives shape and tokenizer."""
     runs: list[str] = []
     while config.model.source == 'run':
         path = config.model.path
@@ -262,7 +262,7 @@ def _random_experts(config: TrackedConfig) -> Experts:
 
 
 def _longest(config: TrackedConfig) -> int:
-    """Returns the most tokens of one sequence, also where nothing is trained."""
+    """The largest number of tokens in one sequence, even if nothing is trained."""
     config.note_used(('loss.objective', _longest_field(config)))
     return (
         config.rollout.context_tokens if find_objective(config.loss.objective).generates else config.learner.row_tokens

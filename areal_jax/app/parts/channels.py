@@ -43,16 +43,16 @@ from areal_jax.types import PublishedWeights, Tree
 
 
 class PlacedChannel(Channel, Protocol):
-    """A channel whose engines say where they need the weights."""
+    """A channel whose engines name the devices on which they need the weights."""
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
-        """See protocols.Channel; None = the channel chooses the devices."""
+        """See protocols.Channel; `place` None = the channel chooses the devices."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ChannelParts:
-    """What a channel is made of; `build` of a config.kinds.ChannelKind takes it."""
+    """The arguments of the `build` function of a config.kinds.ChannelKind."""
 
     config: TrackedConfig
     workdir: pathlib.Path
@@ -62,19 +62,19 @@ class ChannelParts:
 
 
 def build_channel(parts: ChannelParts) -> PlacedChannel:
-    """The channel that publication.channel names."""
+    """Builds the channel that publication.channel names."""
     channel: PlacedChannel = resolve(find_channel(parts.config.publication.channel).build, CHANNEL)(parts)
     return channel
 
 
 def build_device(parts: ChannelParts) -> DeviceChannel:
-    """Engines that share a device decode with the copy that the channel holds there."""
+    """Builds the channel within a process. Engines that share a device decode with the copy that it holds there."""
     config, device = parts.config, _find_shared_device(parts.allocation)
     return DeviceChannel(device, verify=config.publication.verify, keeps_newest=_is_received_again(config))
 
 
 def _is_received_again(config: TrackedConfig) -> bool:
-    """Whether engines may ask for a version that all of them have: moved ones, an evaluation, another batch."""
+    """Whether an engine may ask again for a version that all engines have: moved ones, an evaluation, another batch."""
     return moves_devices(config) or config.evaluation.every > 0 or build_schedule(config) is not None
 
 
@@ -83,7 +83,7 @@ def _find_shared_device(allocation: Allocation) -> jax.Device | None:
 
 
 def build_files(parts: ChannelParts) -> FilesChannel | RecordChannel:
-    """Directories under publication.directory, with the tokenizer beside the weights, and files of deltas."""
+    """Builds the channel of directories under publication.directory: weights, tokenizer and, if asked, delta files."""
     publication, shape = parts.config.publication, parts.model.decoder.config
     directory = pathlib.Path(publication.directory or parts.workdir / 'publication')
     companions, separate_head = build_companions(parts.workdir, parts.model), separates_head(parts.config)
@@ -102,7 +102,7 @@ def build_files(parts: ChannelParts) -> FilesChannel | RecordChannel:
 
 
 def _find_files(parts: ChannelParts) -> Callable[[str], int] | None:
-    """A file for each block of leaves that is trained by itself; None = one file."""
+    """Returns a function that maps a leaf's path to its file, one per block of trained leaves; None = one file."""
     if (blocks := build_blocks(parts.config)) is None:
         return None
     cut = cut_blocks(leaf_sizes(Decoder(parts.model.decoder.config).abstract()), blocks.blocks)
@@ -116,7 +116,7 @@ def build_records(
     open_receiver: Callable[[str], RecordReceiver],
     name_version: Callable[[str, Held], str] = lambda address, held: address,
 ) -> RecordChannel:
-    """The channel over a carrier, as publication.delta and its fields ask."""
+    """Builds the channel over a carrier, with the deltas that publication.delta and its fields ask for."""
     publication = config.publication
     base_every = publication.base_every if publication.delta else 1
     return RecordChannel(
@@ -134,7 +134,7 @@ _DELTA_SHARE = 0.5  # room for deltas behind a whole record, as a share of its b
 
 
 def build_shm(parts: ChannelParts) -> RecordChannel:
-    """A file in /dev/shm that this start of the run owns, and that goes with it; those of dead processes go first."""
+    """Builds a channel over a file in /dev/shm, removed with this process; first removes files of dead processes."""
     _require_one_process(parts)
     sweep()
     run = hashlib.sha256(os.fsencode(parts.workdir.absolute())).hexdigest()[:_RUN_DIGITS]
@@ -146,7 +146,7 @@ def build_shm(parts: ChannelParts) -> RecordChannel:
 
 
 def build_stream(parts: ChannelParts) -> RecordChannel:
-    """A Unix socket, and one of TCP at publication.listen."""
+    """Builds a channel over a Unix socket and, at publication.listen, a TCP socket."""
     _require_one_process(parts)
     publication = parts.config.publication
     prove = functools.partial(prove_as_server, key=stream_key(parts.workdir))
@@ -156,14 +156,14 @@ def build_stream(parts: ChannelParts) -> RecordChannel:
 
 
 def number_readers(config: TrackedConfig, workdir: pathlib.Path | None) -> Callable[[str], RecordReceiver] | None:
-    """Opens receivers in a server of a run; None for a server of no run, and where versions are no records."""
+    """Returns a function that opens receivers in a run's server; None without a run, or if versions are no records."""
     if workdir is None or not find_channel(config.publication.channel).sends_records:
         return None
     return _number_proved(config, workdir)
 
 
 def stream_key(workdir: pathlib.Path) -> bytes:
-    """Made from the key of the run, so that a proof to a sender of weights is of no use anywhere else."""
+    """Derives a key from the run's key, so that a proof to a sender of weights cannot be reused elsewhere."""
     return hmac.digest(load_key(key_path(workdir)), b'publication', 'sha256')
 
 
@@ -179,7 +179,7 @@ def _number_proved(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[st
 
 
 def _number(make_reader: Callable[[str], Reader]) -> Callable[[str], RecordReceiver]:
-    """Opens receivers of this process, each under a name of its own."""
+    """Returns a function that opens receivers of this process, each under a unique name."""
     numbers, here = itertools.count(), f'{socket.gethostname()}-{os.getpid()}'
     return lambda address: open_receiver(address, make_reader(f'{here}-{next(numbers)}'))
 
@@ -189,7 +189,7 @@ def _share(config: TrackedConfig) -> float:
 
 
 def _require_one_process(parts: ChannelParts) -> None:
-    """A record has all leaves, and the learner processes of a mesh over several have some each."""
+    """Raises ConfigError for a learner of several processes: each has only some leaves, and a record has all."""
     if parts.writers:
         raise ConfigError(
             f'publication.channel={parts.config.publication.channel!r} with a learner over {len(parts.writers) + 1} '

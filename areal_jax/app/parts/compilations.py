@@ -1,4 +1,4 @@
-"""Compiled programs of this process: where they are kept, warnings of slow ones, a trace of some updates."""
+"""Compiled programs of this process: their cache, warnings of slow ones, a trace of some updates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CompilationCounter:
 
 @contextlib.contextmanager
 def use_compilation_cache(config: TrackedConfig) -> Iterator[None]:
-    """Inside, jax keeps compiled programs in run.compilation_cache; where that is '', jax's own setting stays.
+    """Inside, jax keeps compiled programs in run.compilation_cache; if that is '', jax's own setting stays.
 
     Programs that took 0.1 s are kept, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise: by default jax
     keeps programs that took 1 s, and few programs of a small model on a CPU take that long.
@@ -98,7 +98,7 @@ def _set(settings: Mapping[str, str | float | None], *, reset: bool) -> None:
 
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
-_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
+_BFLOAT16_COST = 1.6  # measured with SmolLM2-135M and AVX-512 BF16: docs/log/
 
 
 def print_warnings(config: config_dict.ConfigDict) -> None:
@@ -107,20 +107,20 @@ def print_warnings(config: config_dict.ConfigDict) -> None:
 
 
 def print_passed_over(field: str, reasons: Sequence[str]) -> None:
-    """Says why 'auto' in the field did not choose a faster backend; a reason for each backend that failed."""
+    """Prints why 'auto' in the field did not choose a faster backend; `reasons` has one entry per failed backend."""
     for reason in reasons:
         print(f"warning: {field}='auto' passes over a backend: {reason}", file=sys.stderr, flush=True)
 
 
 def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A sentence each."""
+    """Yields one sentence per warning."""
     yield from find_objective_warnings(c)
     yield from find_sandbox_warnings(c)
     yield from find_schedule_warnings(c)
 
 
 def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[str]:
-    """What the platform (of jax.default_backend()) computes slowly, or does not keep of the config without a flag."""
+    """Yields a warning for each setting that is slow on the platform, or needs a flag there to repeat bit for bit."""
     if platform == 'cpu' and c.publication.dtype == 'bfloat16' and find_server(c.rollout.server).in_process:
         yield (
             f"publication.dtype='bfloat16' on a CPU: a step of one row takes about {_BFLOAT16_COST} times as long as "
@@ -141,10 +141,10 @@ DIRECTORY = 'profile'
 
 
 class TracedLearner(LearnerAround):
-    """A learner whose updates `first` to `last` are in one trace, with all that the process does meanwhile.
+    """A learner that records its updates `first` to `last` in one trace, with all other work of the process meanwhile.
 
     The trace begins with the first of these updates that this attempt makes, and ends after the last one, or at `close`
-    where the run ends before it. Functions of Python are left out: recording each call would slow the host's loop.
+    if the run ends before it. Python functions are left out: recording each call would slow the host's loop.
     """
 
     def __init__(self, learner: Learner, first: int, last: int, directory: pathlib.Path):
@@ -164,7 +164,7 @@ class TracedLearner(LearnerAround):
         return metrics
 
     def close(self) -> None:
-        """Writes the trace that is being recorded; nothing otherwise."""
+        """Writes the trace if one is being recorded."""
         if self._recording:
             self._recording = False
             jax.profiler.stop_trace()

@@ -39,7 +39,7 @@ from areal_jax.types import PublishedWeights
 
 
 def place_of(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> Place:
-    """Where the weights of an engine on these devices have to be."""
+    """Returns the device or shardings that an engine on these devices needs its weights in."""
     return devices[0] if len(devices) == 1 else weight_shardings(decoder, devices, _expert(config, devices))
 
 
@@ -50,7 +50,7 @@ def _expert(config: TrackedConfig, devices: EngineDevices) -> int:
 def build_backends(
     config: TrackedConfig, decoder: Decoder, allocation: Allocation
 ) -> dict[EngineDevices, JaxDecodeBackend]:
-    """The compiled programs of all devices on which engines decode; engines on the same ones share them."""
+    """Builds the decode programs for all engine devices; engines on the same devices share one backend."""
     backends = {devices: build_backend(config, decoder, devices) for devices in allocation.by_devices()}
     reasons = itertools.chain.from_iterable(backend.passed_over for backend in backends.values())
     print_passed_over('rollout.attention', tuple(dict.fromkeys(reasons)))
@@ -58,7 +58,7 @@ def build_backends(
 
 
 def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
-    """The decode programs of training on `devices`."""
+    """Builds the decode programs of training on `devices`."""
     rollout = config.rollout
     tempered = config.friction.actor_share > 0 and config.friction.actor == TEMPERATURE
     blocks, cuts = rollout.count_cache_blocks(rollout.slots), cuts_softmax(config)
@@ -66,7 +66,7 @@ def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevice
 
 
 def build_serving_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
-    """The decode programs of a server, whose requests bring sampling parameters of their own."""
+    """Builds the decode programs of a server, whose requests each bring sampling parameters."""
     slots = config.rollout.slots
     blocks = config.rollout.count_cache_blocks(slots)
     return _build_backend(config, decoder, devices, slots, blocks, filtered=True, adjusted=True)
@@ -75,7 +75,7 @@ def build_serving_backend(config: TrackedConfig, decoder: Decoder, devices: Engi
 def build_evaluation_backends(
     config: TrackedConfig, decoder: Decoder, allocation: Allocation
 ) -> dict[EngineDevices, JaxDecodeBackend]:
-    """The compiled programs for evaluation beside training, by devices; none where there is no such evaluation."""
+    """Builds the programs for evaluation during training, by devices; empty if there is no such evaluation."""
     evaluation = config.evaluation
     if not evaluation.every:
         return {}
@@ -122,13 +122,13 @@ def _build_backend(
 def describe_caches(
     training: Mapping[EngineDevices, DecodeBackend], evaluation: Mapping[EngineDevices, DecodeBackend] | None = None
 ) -> str:
-    """'KV cache of an engine: 8 blocks of 64 positions, 47.2 MB'."""
+    """Returns a sentence such as 'KV cache of an engine: 8 blocks of 64 positions, 47.2 MB'."""
     beside = f', and for evaluation {_describe_cache(evaluation)}' if evaluation else ''
     return f'KV cache of an engine: {_describe_cache(training)}{beside}'
 
 
 def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
-    backend = next(iter(backends.values()))  # all have as many blocks, which engines of several devices share out
+    backend = next(iter(backends.values()))  # all have equally many blocks, divided among an engine's devices
     return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
 
 
@@ -144,7 +144,7 @@ def build_engines(
     log: EventLog,
     failure: LogprobFailure = IN_TRAINING,
 ) -> list[LocalEngine]:
-    """The engines of cluster.engines with the weights `published`, each on its devices."""
+    """Builds the engines of cluster.engines, each on its devices, with the weights `published`."""
     fetches = {
         devices: bind_fetch(channel, place_of(config, decoder, devices), backend)
         for devices, backend in backends.items()
@@ -172,7 +172,7 @@ def build_engine(
     failure: LogprobFailure = IN_TRAINING,
     hardware: str = '',
 ) -> LocalEngine:
-    """One engine with the weights `published`, which it gets with `fetch`."""
+    """Builds one engine with the weights `published`, which it gets with `fetch`."""
     return LocalEngine(
         index,
         backend,
@@ -192,10 +192,10 @@ def build_engine(
 def bind_fetch(
     channel: PlacedChannel, place: Place, backend: JaxDecodeBackend
 ) -> Callable[[PublishedWeights], PreparedWeights]:
-    """How engines with this backend fetch a version, once for all of them.
+    """Returns a function that fetches a version for all engines with this backend, once per version.
 
-    A reader of records keeps the weights as the backend takes them, so that a delta is applied there and nothing is
-    laid out again.
+    A reader of records keeps the weights in the backend's layout, so that a delta is applied there without another
+    conversion.
     """
     if isinstance(channel, RecordChannel) and (transposed := backend.find_transposed()) is not None:
         return share_prepared(functools.partial(channel.read, place=place, transposed=transposed), PreparedWeights)
@@ -218,7 +218,7 @@ def compile_engines(
 
 
 def restore_ring(ring: VersionRing, channel: PlacedChannel, saved: Mapping[str, Params]) -> None:
-    """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
+    """Fills the ring with the weights of earlier versions from a checkpoint, by version."""
     for version, weights in sorted(saved.items(), key=lambda item: int(item[0])):
         copy = jax.device_put(jax.tree.map(np.asarray, weights), jax.local_devices()[0])
         ring.add(channel.transfer(int(version), copy))
@@ -231,10 +231,10 @@ Fetch = Callable[[PublishedWeights], PreparedWeights]
 
 
 class DeviceMoves(EngineMoves):
-    """Implements control.device_site.DeviceSite for a learner and engines of this process.
+    """Implements control.reallocation.DeviceSite for a learner and engines of this process.
 
     Args:
-      weights: as the first engines take them, whose shapes are compiled for.
+      weights: in the form that the first engines take; programs are compiled for their shapes.
       backends: of the engines that the run begins with.
     """
 
@@ -255,7 +255,7 @@ class DeviceMoves(EngineMoves):
         self._config, self._decoder, self._learner, self._channel = config, decoder, learner, channel
         self._clock, self._log = clock, log
         self._weights = jax.tree.map(_describe, weights)
-        self._each = len(next(iter(backends)))  # devices of an engine whose weights have these shapes
+        self._each = len(next(iter(backends)))  # devices per engine for which these shapes hold
         self._prepared = {devices: self._bind(devices, backend) for devices, backend in backends.items()}
 
     def allocation_of(self, split: DeviceSplit) -> Allocation:
@@ -270,7 +270,7 @@ class DeviceMoves(EngineMoves):
         published = self._learner.prepare(allocation.learner)
         for devices in allocation.engines:
             place = place_of(self._config, self._decoder, devices)
-            for version in published:  # that an engine joins with, and those that come
+            for version in published:  # the version that an engine joins with, and the later ones
                 compile_move(version, place)
             if devices not in self._prepared:
                 backend = build_backend(self._config, self._decoder, devices)
@@ -284,7 +284,7 @@ class DeviceMoves(EngineMoves):
     def build_engine(self, name: str, split: DeviceSplit, published: PublishedWeights) -> LocalEngine:
         index = int(short_name(name))
         backend, fetch = self._prepared[self.allocation_of(split).engines[index]]
-        backend.warm_up(fetch(published))  # compiled ahead: no more than a run of each program
+        backend.warm_up(fetch(published))  # compiled ahead: this only runs each program once
         return build_engine(
             self._config, index, backend, self._clock, self._log, fetch=fetch, published=published
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Builds what the host side of a run has: clock and lanes, pool of engines, energy account, tracker. Imports no jax."""
+"""Builds the host side of a run: clock and lanes, pool of engines, energy account, tracker. Imports no jax."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     from areal_jax.sharding.rules import Allocation
 
 
-_MOST_EPISODES = 1 << 16  # that wait for their programs at once: agent.programs bounds the programs
-SERVERS_S = 90.0  # in which dead servers are out of service: then the pool, which saves the run's state, ends it first
+_MOST_EPISODES = 1 << 16  # may wait for their programs at once: agent.programs bounds the programs
+SERVERS_S = 90.0  # margin after the pool's deadline, so that the pool ends the run first: it saves its state
 
 
 def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool = False) -> LoopClock:
-    """The clock of `run.clock`.
+    """Builds the clock that `run.clock` names.
 
     Args:
-      waits_for_work: at the end, wait for work under way as long as it is not taken to hang (run.stall_timeout_s): the
-        process goes on after the run, and a thread left behind would write into a workdir that is free again.
+      waits_for_work: at the end, wait for work under way until it counts as hanging (run.stall_timeout_s): the process
+        continues after the run, and a thread left behind would write into a workdir that is free again.
     """
     widths = lane_widths(config)
     if config.run.clock == 'real':
@@ -66,7 +66,7 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
 
 
 def unit_prices(config: TrackedConfig) -> dict[str, Price]:
-    """The prices of the section `virtual`, in seconds per unit."""
+    """Returns the prices of the section `virtual`, in seconds per unit."""
     prices = config.virtual
     return {
         **dict.fromkeys(('decode', 'evaluation_decode'), prices.decode_step_s),
@@ -81,7 +81,7 @@ def unit_prices(config: TrackedConfig) -> dict[str, Price]:
 
 
 def lane_widths(config: TrackedConfig) -> dict[str, int]:
-    """The lanes of a run, with what each does at once."""
+    """Returns the lanes of a run, each with its number of parallel jobs."""
     beside = {lanes.EVALUATION_REWARD: 1} if config.evaluation.every else {}
     others = {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
     return _engine_lanes(config) | beside | others | _agent_lanes(config)
@@ -94,7 +94,7 @@ def _agent_lanes(config: TrackedConfig) -> dict[str, int]:
 
 
 def _engine_lanes(config: TrackedConfig) -> dict[str, int]:
-    """Those of engines in this process; of servers, whose lanes are declared when they join, what all of them share."""
+    """Returns the lanes of engines in this process; for servers, which declare theirs on joining, the shared lanes."""
     if uses_servers(config):
         return {lanes.REGISTRY: 1, lanes.publish_lane(0): 1}
     of_engine = (lanes.engine_lane, lanes.publish_lane)
@@ -109,7 +109,7 @@ def _engine_lanes(config: TrackedConfig) -> dict[str, int]:
 def build_pool(
     config: TrackedConfig, engines: Sequence[RolloutEngine], clock: LoopClock, log: EventLog, supervisor: Supervisor
 ) -> Pool:
-    """Raises EngineError where an engine cannot do what the run needs."""
+    """Builds the pool; raises EngineError if an engine lacks a feature that the run needs."""
     rollout = config.rollout
     return Pool(
         engines, clock, log, supervisor, build_requirements(config),
@@ -132,11 +132,11 @@ class EngineMoves:
         engine.stop()
 
 
-# A learner whose updates do something beside: what all such learners share.
+# Base class for learners that do additional work in their updates.
 
 
 class LearnerAround:
-    """A learner around another one; see protocols.Learner."""
+    """A learner that wraps another one; see protocols.Learner."""
 
     def __init__(self, learner: protocols.Learner):
         self._learner = learner
@@ -154,11 +154,11 @@ class LearnerAround:
         self._learner.restore(saved)
 
 
-# The servers of a run: their pool, and what the session tells it. server_builder.py makes it, which needs aiohttp.
+# The servers of a run: their pool, and the messages to it. server_builder.py, which needs aiohttp, builds the pool.
 
 
 class EndedBy:
-    """Why a run ends whose servers are gone: `note` asks it to save its state and stop."""
+    """The reason why a run without servers ends: `note` asks the run to save its state and stop."""
 
     def __init__(self, stop: Callable[[], None]):
         self._stop, self._reason = stop, ''
@@ -168,20 +168,20 @@ class EndedBy:
         self._stop()
 
     def require_nothing(self) -> None:
-        """Raises LostPeerError where the servers ended the run."""
+        """Raises LostPeerError if the loss of the servers ended the run."""
         if self._reason:
             raise LostPeerError(f'{self._reason}; start servers, and go on with --resume')
 
 
 class Watch(Protocol):
-    """Tells a pool which servers there are."""
+    """Tells a pool which servers exist."""
 
     async def run(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ServersBeside:
-    """Those for the evaluation beside training."""
+    """The servers that answer only the evaluation during training."""
 
     pool: EvaluatedPool
     watch: Watch
@@ -189,7 +189,7 @@ class ServersBeside:
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """Of one run."""
+    """The servers of a run."""
 
     pool: ServerPool
     watch: Watch
@@ -199,7 +199,7 @@ class Servers:
 
     @property
     def whole(self) -> protocols.Pool:
-        """What the controller generates with."""
+        """The pool that the controller generates with."""
         return self.beside.pool if self.beside else self.pool
 
     def start(self, supervisor: Supervisor) -> None:
@@ -209,7 +209,7 @@ class Servers:
             supervisor.start('registry of evaluation', self.beside.watch.run())
 
     async def close(self) -> None:
-        """Ends what the run has paused, and lets the servers go."""
+        """Resumes engines that the run has paused, and disconnects from the servers."""
         await self.pool.close()
         if self.beside:
             await self.beside.pool.evaluation.close()
@@ -219,7 +219,7 @@ class Servers:
         self.mismatches.note_update(metrics)
 
 
-# The energy account of a run, from telemetry.energy and from what the run computes on.
+# The energy account of a run, from telemetry.energy and the devices of the run.
 
 
 _VIRTUAL = "No joules: run.clock='virtual' models the seconds of a run, and no meter measures modelled seconds."
@@ -238,12 +238,12 @@ class UsedDevices:
 
     sets: tuple[DeviceSet, ...]
     has_counters: bool = False  # they are GPUs, which NVML may know
-    gpus: tuple[tuple[int, str], ...] | None = None  # CUDA's number and name; None: some are of another process
-    simulated: bool = False  # nothing can be measured, and modelled joules are of modelled seconds
+    gpus: tuple[tuple[int, str], ...] | None = None  # CUDA's number and name; None: some belong to another process
+    simulated: bool = False  # nothing can be measured, and modelled joules follow from modelled seconds
 
 
 def group_devices(uses: Iterable[tuple[Hashable, str, str]]) -> tuple[DeviceSet, ...]:
-    """The sets of (device, kind, lane that uses it)."""
+    """Groups (device, kind, lane that uses it) into sets of devices with equal kind and lanes."""
     lanes: dict[tuple[Hashable, str], set[str]] = collections.defaultdict(set)
     for device, kind, lane in uses:
         lanes[device, kind].add(lane)
@@ -252,7 +252,7 @@ def group_devices(uses: Iterable[tuple[Hashable, str, str]]) -> tuple[DeviceSet,
 
 
 def list_devices(allocation: Allocation, process: int) -> UsedDevices:
-    """The devices of a run whose learner and engines are in this process, which jax numbers `process`."""
+    """Lists the devices of a run whose learner and engines are in this process, which jax numbers `process`."""
     uses = [(device, LEARNER) for device in allocation.learner.devices.flat]
     uses += [(device, engine_lane(index)) for index, own in enumerate(allocation.engines) for device in own]
     used = dict.fromkeys(device for device, _ in uses)
@@ -267,10 +267,10 @@ def list_devices(allocation: Allocation, process: int) -> UsedDevices:
 def build_energy(
     config: TrackedConfig, list_used: Callable[[], UsedDevices | None], powercap: pathlib.Path | None = None
 ) -> EnergyAccount | None:
-    """None where telemetry.energy is 'off'.
+    """Builds the energy account; None if telemetry.energy is 'off'.
 
     Args:
-      list_used: the devices of the run; None where learner or engines are in other processes.
+      list_used: returns the devices of the run; None if learner or engines are in other processes.
       powercap: in place of POWERCAP.
     """
     if config.telemetry.energy == 'off':
@@ -286,7 +286,7 @@ def build_energy(
 
 
 def open_meters(used: UsedDevices, powercap: pathlib.Path) -> tuple[list[Meter], list[str]]:
-    """(the meters that can be read here, why each of the others cannot)."""
+    """Returns (the meters that can be read here, why each of the others cannot)."""
     meters: list[Meter] = []
     reasons: list[str] = []
     if used.has_counters:
@@ -315,11 +315,11 @@ def _warn(sentence: str) -> None:
     print(f'warning: {sentence}', file=sys.stderr, flush=True)
 
 
-# The tracker of a run, built from its config, and what a finished run tells it.
+# The tracker of a run, built from its config, and the numbers that a finished run sends to it.
 
 
 _PROJECT = 'areal_jax'
-# of report.json: reinforcement learning, then supervised training
+# paths in report.json: reinforcement learning, then supervised training
 _HEADLINE = (
     'steps', 'wall_seconds', 'reward.first', 'reward.last', 'accuracy.greedy.before.mean', 'accuracy.greedy.after.mean',
     'accuracy.sampled.before.mean', 'accuracy.sampled.after.mean', 'accuracy.sampled.gain.mean',
@@ -330,7 +330,7 @@ _HEADLINE = (
 
 
 def build_tracker(config: TrackedConfig) -> Tracker | None:
-    """Imports the library that telemetry.tracker names; None for 'none'. Raises UserError where the import fails."""
+    """Imports the library that telemetry.tracker names; None for 'none'. Raises UserError if the import fails."""
     kind = config.telemetry.tracker
     if kind == 'none':
         return None
@@ -345,7 +345,7 @@ def build_tracker(config: TrackedConfig) -> Tracker | None:
 
 
 def build_feed(tracker: Tracker, config: TrackedConfig, workdir: pathlib.Path) -> TrackerFeed:
-    """Feeds the tracker with the run of a workdir; raises FileError for a tracker.json that is not whole."""
+    """Builds the feed from a run's workdir to the tracker; raises FileError for a damaged tracker.json."""
     kind = config.telemetry.tracker
     config.note_used(('telemetry.tracker_answers',))  # the report reads it from config.json
     project = config.telemetry.project or os.environ.get(tracker.project_variable) or _PROJECT
@@ -362,7 +362,7 @@ def build_feed(tracker: Tracker, config: TrackedConfig, workdir: pathlib.Path) -
 
 
 def headline(report: Report) -> dict[str, float]:
-    """The numbers of a report that runs are compared by: 'summary/accuracy/sampled/gain/mean'."""
+    """Returns the numbers of a report by which runs are compared, named 'summary/accuracy/sampled/gain/mean'."""
     found = {}
     for path in _HEADLINE:
         value: object = report

@@ -1,4 +1,4 @@
-"""From a config to the learner of a process: the objective, what an update is, the optimizer, the weights it reads.
+"""Builds the learner of a process from a config: objective, update settings, optimizer, and the weights it reads.
 
 Each function reads the fields that its part uses.
 """
@@ -46,9 +46,9 @@ def build_learner(
     """Builds the learner of this process, which copies `model.params`.
 
     Args:
-      mesh: its devices (part_settings.build_mesh), or those that it begins with.
+      mesh: its devices (part_settings.build_mesh), or the devices that it begins with.
       compile_ahead: see SpmdLearner.
-      moves: whether it is moved to other devices on the way.
+      moves: whether it moves to other devices during the run.
     """
     decoder, params = build_training_decoder(config, model)
     settings, optimizer = build_learner_settings(config), build_optimizer(config)
@@ -100,13 +100,13 @@ def build_critic_settings(config: TrackedConfig, objective: Objective) -> Critic
     """Returns the section `critic`; None for an objective that trains no values."""
     if not objective.trains_values:
         return None
-    if objective.scores_answers:  # the values are what is trained
+    if objective.scores_answers:  # the objective trains the values themselves
         return dataclasses.replace(config.critic, trunk_gradient=1.0)
     return config.critic
 
 
 def build_objective(config: TrackedConfig) -> Objective:
-    """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
+    """Builds the objective of `loss`, reading the fields it uses. Raises UserError for an own one that is invalid."""
     loss = config.loss
     if is_own(loss.objective):
         objective = load_objective(loss.objective, dict(loss.options))
@@ -129,7 +129,7 @@ def build_objective(config: TrackedConfig) -> Objective:
 
 
 def _list_idle(objective: Objective) -> list[str]:
-    """Returns the fields, and the section, that an objective of the user's own might have used, and does not."""
+    """Lists the fields, and the section, that an objective of the user could use but does not."""
     reads = {
         'loss.reference': REFERENCE in objective.reads,
         'loss.teacher': bool(objective.reads & FROM_TEACHER),
@@ -139,7 +139,7 @@ def _list_idle(objective: Objective) -> list[str]:
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
-    """The decoder in its trained form, and its weights: the model's, and new adapters if lora.rank is set."""
+    """Returns the decoder in its trained form, and its weights: the model's, plus new adapters if lora.rank is set."""
     if config.lora.rank > model.decoder.config.d_model:
         raise ConfigError(
             f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
@@ -163,12 +163,12 @@ def build_optimizer(config: TrackedConfig) -> Optimizer:
 
 
 def build_blocks(config: TrackedConfig) -> BlockOrder | None:
-    """None where an update trains all leaves."""
+    """Returns the order of the blocks; None if an update trains all leaves."""
     return None if config.optimizer.blocks == 1 else BlockOrder(config.optimizer, config.run.seed)
 
 
 def build_averages(config: TrackedConfig) -> Averages:
-    """The directory through which this client averages with the others."""
+    """Returns the averages over a shared directory, through which this client averages with the others."""
     ours, values = config.distributed, config.as_dict()
     model = {field: value for field, value in values['model'].items() if field != 'path'}  # each host has its own
     shared = {'model': model, 'optimizer': values['optimizer'], 'seed': config.run.seed, 'steps': config.run.steps}
@@ -185,6 +185,6 @@ def build_averages(config: TrackedConfig) -> Averages:
 def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:
     """Raises NonFiniteError if a weight is NaN or infinite; the message names the source of the weights.
 
-    All processes take part: `learner` is the one that processes.lead returns.
+    All processes take part: `learner` is the one that own_site.lead returns.
     """
     learner.require_finite(*describe_source(config, model.source))

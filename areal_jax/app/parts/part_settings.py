@@ -1,6 +1,6 @@
-"""From a config to the settings of a run's parts. Each function reads the fields that its part uses, and only those.
+"""Builds the settings of a run's parts from a config. Each function reads only the fields that its part uses.
 
-What imports jax is imported by the functions that need it: a controller that has no learner uses the others.
+Modules that need jax are imported inside the functions that use them: a controller without a learner calls the others.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def build_mesh(config: TrackedConfig) -> Mesh:
-    """The learner's mesh; `build_allocation` has the same one."""
+    """Builds the learner's mesh; `build_allocation` contains the same one."""
     from areal_jax.sharding.rules import mesh_of
 
     return mesh_of(parse_learner(config.cluster.learner))
 
 
 def build_allocation(config: TrackedConfig, split: DeviceSplit | None = None) -> Allocation:
-    """The devices of the learner and of every engine in this process, of a split where devices move."""
+    """Returns the devices of the learner and of each engine in this process; `split` is given if devices move."""
     from areal_jax.sharding.rules import Allocation, allocate
 
     if uses_servers(config):
@@ -61,12 +61,12 @@ def find_initial_split(config: TrackedConfig) -> DeviceSplit:
 
 
 def find_splits(config: TrackedConfig) -> list[DeviceSplit]:
-    """Every split that the run may have; the one of the config alone where devices do not move."""
+    """Returns every split that the run may have; only the config's split if devices do not move."""
     return list_splits(config_dict.ConfigDict(config.as_dict()))
 
 
 def build_choice(config: TrackedConfig) -> Choice:
-    """How the split of an update is chosen."""
+    """Builds the rule that chooses the split of an update."""
     if plan_file(text := config.cluster.reallocate) is not None:
         return Planned(read_plan(text))
     rungs = []
@@ -78,7 +78,7 @@ def build_choice(config: TrackedConfig) -> Choice:
 
 
 def build_requirements(config: TrackedConfig) -> list[Requirement]:
-    """What this run needs of every engine."""
+    """Lists the features that this run needs in every engine."""
     rollout, evaluation = config.rollout, config.evaluation
     needed = [
         pool.needs_logprobs('learning from its answers', 'behavior'),
@@ -89,7 +89,7 @@ def build_requirements(config: TrackedConfig) -> list[Requirement]:
     if cuts_softmax(config):
         setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
         needed.append(pool.needs_logprobs(setting, 'sampling'))
-    if evaluation.every and not uses_servers(config):  # there it has engines of its own
+    if evaluation.every and not uses_servers(config):  # with servers, evaluation has separate engines
         needed.append(pool.needs_pinned(f'evaluation.every={evaluation.every}'))
     return needed
 
@@ -106,12 +106,12 @@ def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParam
 
 
 def find_ends(config: TrackedConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer."""
+    """Returns the ids that end an answer."""
     return () if config.rollout.ignore_eos else tokenizer.end_ids
 
 
 def build_sampling_seed(config: TrackedConfig) -> int:
-    """The seed of the noise of sampled answers: each of several clients has its own."""
+    """Returns the seed of the noise of sampled answers; with several clients, each client has a different one."""
     seed: int = config.run.seed
     if config.distributed.clients == 1:
         return seed
@@ -131,7 +131,7 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
 
 
 def build_schedule(config: TrackedConfig) -> Schedule | None:
-    """None for staleness.schedule='natural'; raises ConfigError for an invalid schedule, or an invalid file of one."""
+    """Parses staleness.schedule; None for 'natural'. Raises ConfigError for an invalid schedule or schedule file."""
     text = config.staleness.schedule
     try:
         return parse_schedule(text, config.run.seed)
@@ -143,13 +143,13 @@ def build_schedule(config: TrackedConfig) -> Schedule | None:
 
 
 def build_ring(config: TrackedConfig, copy: CopyVersion) -> VersionRing | None:
-    """The versions that a lock-step schedule may still ask for; None without one."""
+    """Builds the ring of versions that a lock-step schedule may still ask for; None without such a schedule."""
     schedule = build_schedule(config)
     return VersionRing(schedule, copy) if schedule else None
 
 
 def build_group_filter(config: TrackedConfig) -> GroupFilter | None:
-    """What `task.filter` asks for; None for 'none'."""
+    """Builds the filter that `task.filter` names; None for 'none'."""
     task = config.task
     if task.filter == 'none':
         return None
@@ -158,7 +158,7 @@ def build_group_filter(config: TrackedConfig) -> GroupFilter | None:
 
 
 def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:
-    """What turns tokens and seconds into rates per device; a modelled second is no part of a device's peak."""
+    """Builds the conversion to rates per device; modelled seconds cannot be compared with a device's peak."""
     learner = allocation.learner.devices
     modelled = find_objective(config.loss.objective).generates and config.run.clock == 'virtual'
     peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)

@@ -1,6 +1,6 @@
 """Builds the pool of servers that answer in other processes, for rollout.server other than 'in_process'.
 
-The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
+The servers are listed in a registry in the workdir or in rollout.urls; here each gets its client.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from areal_jax.types import PublishedWeights, Work
 
 _CONTROL_CALLS = 4  # at the same time, to one server
 _PROBE_TOKENS = 16
-_PROBE_SLACK = 4.0  # the largest of 16 differences against their mean, which is what max_mismatch bounds
+_PROBE_SLACK = 4.0  # largest of 16 differences over their mean; max_mismatch bounds the mean
 
 
 class Scorer(Protocol):
-    """The learner, as the probe of a server needs it."""
+    """The learner, as seen by the probe of a server."""
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        """float32 [A]: log-probs of the answer under the weights of that version; None where it has others by now."""
+        """Returns float32 [A]: log-probs of the answer under that version; None if the learner no longer has it."""
         ...
 
 
 def find_max_mismatch(config: TrackedConfig) -> float:
-    """rollout.max_mismatch, or what rounding explains."""
+    """Returns rollout.max_mismatch or, if it is None, the mismatch that rounding explains."""
     if config.rollout.max_mismatch is not None:
         return config.rollout.max_mismatch
     exact = config.publication.dtype == config.learner.dtype == 'float32'
@@ -64,13 +64,13 @@ def find_max_mismatch(config: TrackedConfig) -> float:
 
 
 def find_needs(config: TrackedConfig) -> ServerFacts:
-    """What a server must match to answer for this run; at temperature 1 both kinds of log-probs are equal."""
+    """Returns the facts that a server must match for this run; at temperature 1 both kinds of log-probs are equal."""
     mode: LogprobsMode | None = None if config.rollout.temperature == 1.0 else 'processed'
     return state_facts(config.rollout, config.publication.dtype, mode)
 
 
 def find_forms(config: TrackedConfig) -> dict[str, ColumnForm]:
-    """The columns that servers are to tell of the run's model; raises ConfigError for a model that has none."""
+    """Returns the columns that servers must report for the run's model; raises ConfigError if it has no columns."""
     if not config.rollout.record_routes:
         return {}
     shape = read_shape(config)
@@ -83,7 +83,7 @@ def find_forms(config: TrackedConfig) -> dict[str, ColumnForm]:
 
 
 def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> ServerSettings:
-    """`probe_prompt` int32 [P] is what servers answer before they get work."""
+    """Builds the settings; servers must answer `probe_prompt`, int32 [P], before they get work."""
     most = find_max_mismatch(config)
     probe = ProbeSettings(
         probe_prompt,
@@ -108,7 +108,7 @@ def build_servers(
     probe_prompt: np.ndarray,
     stop: Callable[[], None],
 ) -> Servers:
-    """The pool, and the coroutine that tells it which servers there are; `stop` asks the run to save and end."""
+    """Builds the pool, and the coroutine that tells it which servers exist; `stop` asks the run to save and end."""
 
     async def score(version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
         return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
@@ -132,14 +132,14 @@ def build_servers(
 
 
 def find_first_beside(config: TrackedConfig) -> float:
-    """The index of the first engine that answers evaluations beside training alone; infinity where none does."""
+    """Returns the index of the first engine used only for evaluations during training; infinity without one."""
     own = config.evaluation.engines
     return parse_engines(config.cluster.engines).count - own if own else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
 class _PoolBuilder:
-    """Builds the pool of some of the servers, with the watch that tells it which there are."""
+    """Builds the pool of some of the servers, with the watch that tells it which servers exist."""
 
     config: TrackedConfig
     clock: LoopClock
@@ -172,11 +172,10 @@ class _PoolBuilder:
 class ClientMaker:
     """Makes the client of each server.
 
-    An engine of a run in roles has its index as number, others are numbered as they come; one that is started again
-    keeps its number.
+    An engine of a run in roles is numbered by its index, other servers by order of arrival; a restarted one keeps its
+    number.
 
-    Raises UserError, naming the server, for one of another kind than rollout.server says, and for one that computes
-    something else than the run means.
+    Raises UserError, naming the server, if its kind differs from rollout.server, or if its facts differ from the run's.
     """
 
     def __init__(
@@ -245,11 +244,11 @@ def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path)
 
 
 def _name_client() -> str:
-    """How this attempt of the run names itself to servers: no other process, before or after it, has the name."""
+    """Makes up the name of this attempt of the run for servers; no other process, earlier or later, has it."""
     host = re.sub(r'[^!-~]', '?', socket.gethostname())[:100] or 'unknown'
     return f'{host}/{os.getpid()}/{secrets.token_hex(8)}'
 
 
 def _locate(published: PublishedWeights) -> str:
-    """A directory on a file system that servers share, or the name of a version at an address."""
+    """Returns a directory on a file system that servers share, or the name of a version at an address."""
     return str(published.handle)

@@ -1,4 +1,4 @@
-"""The least memory that a run needs, from shapes alone; one that cannot fit is refused before weights are drawn."""
+"""Estimates the least memory of a run from shapes alone; a run that cannot fit is refused before weights are drawn."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _CGROUP_ROOT, _CGROUPS = pathlib.Path('/sys/fs/cgroup'), pathlib.Path('/proc/sel
 
 
 def memory_limit_bytes() -> int:
-    """Bytes that all processes of this run may use together: the machine's memory, or a cgroup limit below it."""
+    """Returns the bytes that all processes of this run may use together: the machine's or a lower cgroup limit."""
     import psutil
 
     return min([psutil.virtual_memory().total, *cgroup_limits()])
 
 
 def cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGROUP_ROOT) -> list[int]:
-    """Limits of the cgroup of this process (version 1 or 2) and of its parents."""
+    """Lists the limits of the cgroup of this process (version 1 or 2) and of its parents."""
     limits = []
     lines = processes.read_text().splitlines() if processes.exists() else []
     for line in lines:
@@ -63,7 +63,7 @@ def cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGRO
 
 
 SHARE = 0.95  # the fraction of a memory that a run may use
-_ANSWER_BYTES = 1024  # of host objects, for one running answer
+_ANSWER_BYTES = 1024  # of host objects, per running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'teacher', 'critic', 'publication'),
     *(
@@ -82,10 +82,10 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     learner: Mapping[str, int]  # on each device of the learner's mesh
-    engines: Mapping[str, int]  # on each device of the first engine, which may be one of the learner's
+    engines: Mapping[str, int]  # on each device of the first engine, which may share one with the learner
     host: Mapping[str, int]
     by_devices: Mapping[EngineDevices, Mapping[str, int]] = dataclasses.field(default_factory=dict)  # of all engines
 
@@ -93,14 +93,14 @@ class Sizes:
 def require_room(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError, with the sizes and the fields to lower, for a run that exceeds 95% of a memory.
 
-    On accelerators, the limit is the memory of one device; on a CPU, the memory of the machine or its cgroup. Of the
-    activations only the inputs of the layers are counted, so a run that passes may still not fit.
+    On accelerators, the limit is the memory of one device; on a CPU, the memory of the machine or its cgroup. Only
+    layer inputs are counted of the activations, so a run that passes may still not fit.
     """
     _require_room(*_measure_devices(config), config)
 
 
 def measure_parts(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Bytes by what they are for, on the fullest device of this process, and on the host; see `require_room`.
+    """Returns the bytes by purpose, on the fullest device of this process plus the host; see `require_room`.
 
     Not all of them are in use at the same time.
     """
@@ -112,8 +112,8 @@ def measure_parts(config: config_dict.ConfigDict) -> dict[str, int]:
 def _measure_devices(
     config: config_dict.ConfigDict,
 ) -> tuple[dict[jax.Device, Mapping[str, int]], Mapping[str, int]]:
-    """The sizes of a run on each device of this process, and on its host."""
-    tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
+    """Returns the sizes of a run on each device of this process, and on its host."""
+    tracked = TrackedConfig(config)  # a separate one: the fields read here do not count as used by the run
     supervised = not find_objective(config.loss.objective).generates
     allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
     sizes = measure(tracked, read_shape(tracked), allocation)
@@ -126,7 +126,7 @@ def _measure_devices(
 
 
 def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:
-    """The same for engines alone: their weights, caches and what a dispatch returns."""
+    """Raises ConfigError if engines without a learner do not fit: their weights, caches and dispatch results."""
     tracked = TrackedConfig(config, purpose=Purpose.EVALUATION)
     _require_room(_by_device(_sizes_of_engines(tracked, read_shape(tracked), allocation)), {}, config)
 
@@ -134,7 +134,7 @@ def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocat
 def _require_room(
     on_device: Mapping[jax.Device, Mapping[str, int]], host: Mapping[str, int], config: config_dict.ConfigDict
 ) -> None:
-    """Raises ConfigError where a device, or on a CPU the machine, has too little memory."""
+    """Raises ConfigError if a device, or on a CPU the machine, has too little memory."""
     if limits := {device: limit for device in on_device if (limit := device_memory(device))}:
         for device, limit in limits.items():
             _require(on_device[device], limit, f'of {device.device_kind}', config)
@@ -144,12 +144,12 @@ def _require_room(
 
 
 def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> Sizes:
-    """The sizes of a run with a model of this shape; nothing is allocated."""
+    """Computes the sizes of a run with a model of this shape; nothing is allocated."""
     learner = _learner_sizes(config, shape, allocation.learner)
-    version = learner['publication'] * allocation.learner.size  # at most: what is not sharded is counted for each
+    version = learner['publication'] * allocation.learner.size  # upper bound: unsharded leaves count on each
     if not find_objective(config.loss.objective).generates:
         return Sizes(learner, {}, {})
-    # the channel holds earlier versions where the learner made them
+    # the channel keeps earlier versions on the devices where the learner made them
     if allocation.engines and not allocation.engine_shares(0):
         learner['publication'] *= 1 + _held_versions(config) + (1 if config.evaluation.every else 0)
     rollout, eta = config.rollout, config.staleness.eta
@@ -158,10 +158,10 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     running = int(min(most, admitted, config.learner.groups_per_update * config.run.steps))
     host = {'answers': running * rollout.group_size * _ANSWER_BYTES}
     if config.publication.delta:
-        # the learner's last version, and on accelerators the buffers of each reader; on a CPU engines decode with those
+        # the learner's last version and, on accelerators, one buffer per reader; CPU engines decode from the buffers
         readers = [devices for devices in allocation.by_devices() if devices[0].platform != 'cpu']
         host['versions for deltas'] = (1 + len(readers)) * version
-    if config.optimizer.blocks > 1:  # moments of other blocks, or at most as much
+    if config.optimizer.blocks > 1:  # moments of the other blocks; an upper bound
         host['moments of other blocks'] = 2 * learner['weights']
     if config.diagnostics.splits_ratio:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
@@ -171,7 +171,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
-    # of layers with equal shapes one is measured: a tree of all of them could itself be too large
+    # only one of several layers with equal shapes is measured: a tree of all of them could itself be too large
     decoder = Decoder(_sample(shape), lora=build_lora(config))
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
     cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
@@ -205,7 +205,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
 
 
 def _critic_bytes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> int:
-    """Of a model of its own: weights, gradients, optimizer state and working copy."""
+    """Returns the bytes of a separate critic model: weights, gradients, optimizer state and working copy."""
     weights = Decoder(_sample(shape)).abstract()
     shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
     optimizer = build_optimizer(config)
@@ -225,7 +225,7 @@ def _teacher_bytes(config: TrackedConfig, mesh: Mesh) -> int:
 
 
 def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, shardings: Tree, dtype: str | None) -> int:
-    """Bytes of gradients or optimizer state, of which the learner's devices have one block at a time."""
+    """Returns the bytes of gradients or optimizer state; the learner's devices hold one block at a time."""
     blocks = config.optimizer.blocks
     whole = _bytes(tree, shardings, _repeats(shape), dtype)
     if blocks == 1:
@@ -237,7 +237,7 @@ def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, sha
 def _sizes_of_engines(
     config: TrackedConfig, shape: ModelConfig, allocation: Allocation
 ) -> dict[EngineDevices, dict[str, int]]:
-    """On each device, by the devices that an engine has; engines of one size are measured once."""
+    """Returns the bytes on each device, by the devices of an engine; engines of one size are measured once."""
     found: dict[tuple[int, int], dict[str, int]] = {}
     by_devices: dict[EngineDevices, dict[str, int]] = {}
     for devices, engines in allocation.by_devices().items():
@@ -255,12 +255,12 @@ def _by_device(sizes: Mapping[EngineDevices, Mapping[str, int]]) -> dict[jax.Dev
 def _engine_sizes(
     config: TrackedConfig, shape: ModelConfig, allocation: Allocation, devices: EngineDevices, engines: int
 ) -> dict[str, int]:
-    """On each of `devices`, which have so many engines; `tensor` cuts weights and key-value heads, `expert` experts."""
+    """The bytes on each of `devices` with `engines` engines; `tensor` cuts weights and heads, `expert` the experts."""
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
     group = parse_engines(config.cluster.engines).find_group(len(devices))
     tensor = group.tensor
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
-    slots, blocks = rollout.slots, rollout.count_cache_blocks(rollout.slots) + 1  # one that padding writes to
+    slots, blocks = rollout.slots, rollout.count_cache_blocks(rollout.slots) + 1  # one for padding to write to
     if config.evaluation.every:
         slots += config.evaluation.slots
         blocks += rollout.count_cache_blocks(config.evaluation.slots, beside=True) + 1
@@ -270,19 +270,19 @@ def _engine_sizes(
         **_prepared_weights(config, devices, matrices),
         'KV cache': engines * blocks * rollout.block_tokens * position,
         'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
-        'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
+        'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # also the results of a dispatch
     }
 
 
 def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:
-    """The matrices once more in the form for decoding, which engines on the same devices share."""
+    """Returns the bytes of the matrices' second copy, in decoding layout; engines on the same devices share it."""
     if config.rollout.weights == 'int8':
         return {'weights in 8 bits': _in_use(config) * matrices // _itemsize(config.publication.dtype)}
     return {'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0}
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
-    """Copies of the weights on an engine's device, not counting the learner's."""
+    """Returns the copies of the weights on an engine's device, not counting the learner's."""
     if not allocation.engine_shares(0):
         return _in_use(config)
     held, pinned = _held_versions(config), _in_use(config) - 2
@@ -293,19 +293,19 @@ def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
 
 
 def _in_use(config: TrackedConfig) -> int:
-    """Versions of an engine: the one it decodes with, the next while it arrives, and one evaluated beside training."""
+    """Returns the versions that an engine holds: the current one, the arriving one, and an evaluated one if any."""
     return 2 + (1 if config.evaluation.every else 0)
 
 
 def _prefill_width(shape: ModelConfig) -> int:
-    """Values that a layer holds for each token of a packed prefill: two streams, queries, keys, values, the MLP."""
+    """Returns the values per layer and token of a packed prefill: two streams, queries, keys, values, the MLP."""
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
     chosen = shape.experts.per_token * shape.experts.d_expert if shape.experts else 0
     return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)
 
 
 def _engine_weights(shape: ModelConfig, devices: EngineDevices, expert: int, dtype: str) -> tuple[int, int]:
-    """Bytes on each device of (all weights, the matrices of the layers, which a backend on a CPU takes transposed)."""
+    """Returns the bytes per device of (all weights, the layers' matrices, which a CPU backend transposes)."""
     one = Decoder(_sample(shape))
     tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
     placed = weight_shardings(one, devices, expert) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
@@ -316,13 +316,13 @@ def _engine_weights(shape: ModelConfig, devices: EngineDevices, expert: int, dty
 
 
 def _held_versions(config: TrackedConfig) -> int:
-    """Versions before the newest that a schedule may still ask for, or that engines have in use."""
+    """Returns the number of versions before the newest that a schedule may still ask for, or that engines use."""
     schedule = build.build_schedule(config)
     return min(schedule.longest + 1 if schedule else 1, config.run.steps)
 
 
 def _sample(shape: ModelConfig) -> ModelConfig:
-    """The model with one layer of each kind, first the one without experts."""
+    """Returns the model with one layer of each kind; the layer without experts comes first."""
     experts = shape.experts and dataclasses.replace(
         shape.experts, dense_layers=(0,) if shape.experts.dense_layers else ()
     )
@@ -330,12 +330,12 @@ def _sample(shape: ModelConfig) -> ModelConfig:
 
 
 def _repeats(shape: ModelConfig) -> tuple[int, ...]:
-    """How many layers of the model each layer of `_sample` stands for."""
+    """Returns, for each layer of `_sample`, the number of layers of the model that it represents."""
     return tuple(filter(None, (shape.n_layers - shape.n_expert_layers, shape.n_expert_layers)))
 
 
 def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str | None) -> int:
-    """Bytes on one device of a model, given one layer of each kind; leaves have `dtype` (None: each its own)."""
+    """Returns a model's bytes on one device, from one layer of each kind; `dtype` None: each leaf keeps its own."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sum(
@@ -345,7 +345,7 @@ def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str |
 
 
 def _repeat(path: jax.tree_util.KeyPath, repeats: Sequence[int]) -> int:
-    """How many leaves of the model this path stands for; a path of an optimizer's state may have more before it."""
+    """Returns the number of model leaves that this path represents; optimizer paths may have a longer prefix."""
     found = re.search(r'layers/(\d+)/', path_name(path))
     return repeats[int(found[1])] if found else 1
 
@@ -359,7 +359,7 @@ def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def device_memory(device: jax.Device) -> int | None:
-    """Bytes that jax may use on an accelerator; None on a CPU, whose memory is the machine's."""
+    """Returns the bytes that jax may use on an accelerator; None on a CPU, whose memory is the machine's."""
     return (device.memory_stats() or {}).get('bytes_limit')
 
 
@@ -378,7 +378,7 @@ def _require(sizes: Mapping[str, int], limit: int, where: str, config: config_di
 
 
 def _fix(name: str, c: config_dict.ConfigDict) -> str:
-    """What lowers a size in this config."""
+    """Returns the advice that lowers a size in this config."""
     if name == 'optimizer' and c.optimizer.name in ('adamw', 'lion'):
         return "set optimizer.name='adafactor' or 'adamw8bit'"
     if name == 'versions for deltas':
@@ -389,7 +389,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
         return 'name a smaller model in loss.teacher'
     if name == 'publication' and c.staleness.schedule != 'natural':
         return 'lower the longest delay of staleness.schedule'
-    halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32
+    halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # int8 only takes float32
     if name == 'publication' and halves and find_objective(c.loss.objective).generates:
         return "set publication.dtype='bfloat16'"
     fields = {
@@ -413,16 +413,16 @@ def _cache_fields(c: config_dict.ConfigDict) -> str:
     return 'rollout.slots, rollout.context_tokens or cluster.engines, or set rollout.cache_tokens below their product'
 
 
-# What a run would place on its devices, from the config and the shape of the model alone: no weights, no workdir.
+# Describes the placement of a run on its devices from the config and the model's shape: no weights, no workdir.
 
 
 _LAYER = re.compile(r'^layers/\d+/')
 
 
 def describe_run(config: config_dict.ConfigDict) -> str:
-    """Leaves with their shapes and shardings on the learner's mesh, and bytes of a device by what they are for.
+    """Returns tables of leaves (shapes, shardings on the learner's mesh) and of bytes per device by purpose.
 
-    On a CPU the numbers of engines hold what engines on a CPU hold: their matrices once more, transposed.
+    On a CPU, the sizes of engines include the transposed second copy of their matrices.
     """
     tracked = TrackedConfig(config)
     shape = read_shape(tracked)
@@ -445,7 +445,7 @@ def describe_run(config: config_dict.ConfigDict) -> str:
 
 
 def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:
-    """Sizes on a device by the name of the table; of engines of unequal size a table for each size."""
+    """Returns the sizes on a device by the name of their table; engines of unequal size get one table per size."""
     by_size = {len(devices): parts for devices, parts in sizes.by_devices.items()}
     if len(by_size) < 2:
         return {'engine, of a device': sizes.engines}
@@ -453,7 +453,7 @@ def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:
 
 
 def _leaf_rows(decoder: Decoder, allocation: Allocation, config: TrackedConfig) -> list[tuple[str, ...]]:
-    """Equal leaves of several layers as one."""
+    """Returns one row per leaf; equal leaves of several layers share a row."""
     params = decoder.abstract()
     axes = logical_axes(decoder.config)
     placed = param_shardings(params, axes, allocation.learner, config.cluster.strategy)

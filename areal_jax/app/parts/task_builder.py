@@ -43,7 +43,7 @@ TrySandbox = Callable[[str, tuple[str, ...]], SandboxRecord | None]  # level, pa
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
-    """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
+    """Builds the task; problems whose prompts exceed the context are dropped or refused (task.over_length)."""
     task = build_whole_task(config, tokenizer)
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
     task = task.fitting(room, config.task.over_length)
@@ -55,7 +55,7 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
         )
     wanted = config.evaluation.problems
     if wanted and not sizes['held_out']:
-        task.held_out(wanted, config.run.seed)  # a listed task says why there is none
+        task.held_out(wanted, config.run.seed)  # raises for a listed task, and says why it has none
         raise TaskError(
             f'task {task.name!r} has no held-out problem, but evaluation.problems={wanted}: hold some out, or set '
             'evaluation.problems=0'
@@ -66,15 +66,15 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
 
 
 def build_stream(config: TrackedConfig, task: Task) -> PromptStream:
-    """The prompts to train on: of several clients each has its own."""
+    """Returns the prompts to train on; each of several clients gets a different part."""
     whole, ours = task.prompts('train', config.run.seed), config.distributed
     return whole if ours.clients == 1 else ClientStream(whole, ours.client, ours.clients)
 
 
 def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:
-    """What loss.objective learns from, demonstrations or pairs of answers.
+    """Builds the demonstrations, or pairs of answers, that loss.objective learns from.
 
-    From the file task.path if task.name='jsonl', else another task's problems with their answers.
+    They come from the file task.path if task.name='jsonl', else from another task's problems with their answers.
     """
     pairs = find_objective(config.loss.objective).given == PAIRS
     if config.task.name == 'jsonl':
@@ -86,19 +86,19 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
 
 
 def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
-    """The task with all of its problems, however long their prompts are."""
+    """Builds the task with all of its problems, regardless of the length of their prompts."""
     name, options = config.task.name, config.task.options
     values = {field: getattr(config.task, field) for field in value_names(name)}
     return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
 
 
 def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox) -> SandboxRecord | None:
-    """Tries the sandbox of the task's scorer and of agent.tools out, once before a run; None where nothing needs one.
+    """Tries out the sandbox of the task's scorer and of agent.tools once before a run; None if neither needs one.
 
-    Raises UserError for a level that does not work on this machine, and for task.packages that are not there.
+    Raises UserError for a level that does not work on this machine, and for task.packages that do not exist.
     """
     level = resolve_sandbox(config.task)
-    if runs_tools(config):  # where both are confined they have one level
+    if runs_tools(config):  # if both are confined, they have the same level
         record = try_out(resolve_tool_sandbox(config.task), config.task.packages)
         if record is not None:
             scorers = ['the scorer'] if level != NONE else []
@@ -111,7 +111,7 @@ def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox)
         return None
     if record is not None and not (runs_model_code(config.task) or runs_tools(config)):
         record = record.copy()
-        record.pop('group', None)  # the processes of an own scorer have bounds of their own
+        record.pop('group', None)  # an own scorer's processes have separate bounds
     if record is not None:
         print(describe_sandbox(record), flush=True)
     return record
@@ -129,13 +129,13 @@ def build_verifier(
     workdir: pathlib.Path | None = None,
     start_worker: StartWorker = WorkerProcess,
 ) -> ProcessVerifier | InlineVerifier:
-    """The verifier of the task's answers, which are scored by task.reward where that is set.
+    """Builds the verifier of the task's answers; the scorer is task.reward if that is set.
 
     An own scorer is called once, with an empty answer, when the verifier starts. A verifier that compares some answers
     twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers. A `start_worker` that starts no
-    process scores nothing, so the scorer is not tried out. `sandbox`: of `try_scorer_sandbox`.
-    Raises UserError for a scorer that workers cannot load, and for a problem whose time limit the deadline does not
-    allow, and at the start for a scorer that fails.
+    process scores nothing, so the scorer is not tried out. `sandbox`: from `try_scorer_sandbox`.
+    Raises UserError for a scorer that workers cannot load, for a problem whose time limit exceeds the deadline, and,
+    at the start, for a scorer that fails.
     """
     reward = config.task.reward
     own = has_own_scorer(config.task)
@@ -173,7 +173,7 @@ def build_verifier(
 
 
 def _require_time(config: TrackedConfig, task: Task) -> None:
-    """Raises TaskError for a problem of code whose checks would be ended by the deadline of its worker."""
+    """Raises TaskError for a code problem whose checks would exceed the deadline of its worker."""
     if runs_model_code(config.task) and isinstance(task, ListedTask):
         for side in task.problems.values():
             for problem in side:
@@ -181,14 +181,14 @@ def _require_time(config: TrackedConfig, task: Task) -> None:
 
 
 def _list_references(config: TrackedConfig, task: Task) -> list[Problem]:
-    """Problems of code that the user wrote with a solution, which must pass."""
+    """Lists the user's code problems that come with a solution, which must pass."""
     if not runs_model_code(config.task) or not config.task.path or not isinstance(task, ListedTask):
         return []
     return [problem for side in task.problems.values() for problem in side if problem['answer']]
 
 
 def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
-    """What scores some answers of mathematics twice; None where the config asks for none."""
+    """Builds the audit, which scores some answers of mathematics twice; None if the config asks for no audit."""
     if config.task.name != 'jsonl' or config.task.answer != 'math' or config.task.reward:
         return None
     if not config.task.audit_fraction or workdir is None:
@@ -197,7 +197,7 @@ def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | 
 
 
 def _first_problem(task: Task, side: Split, seed: int) -> Problem:
-    """The problem of the first draw; a listed task need not tokenize for it, which no scorer needs."""
+    """Returns the problem of the first draw; a listed task skips tokenizing, because a scorer needs no tokens."""
     if isinstance(task, ListedTask):
         listed = task.problems[side]
         return dict(listed[int(shuffle(len(listed), seed, 0)[0])])
@@ -205,7 +205,7 @@ def _first_problem(task: Task, side: Split, seed: int) -> Problem:
 
 
 def _load_scorer(scorer: str, task: Task, reward: str) -> Scorer:
-    """Raises UserError for a scorer that a worker process would not find."""
+    """Loads a scorer; raises UserError if a worker process would not find it."""
     if not reward and not scorer.rpartition(':')[2].isidentifier():
         raise TaskError(
             f'the scorer {scorer} of task {task.name!r} is not at the top level of its file, so that worker processes '

@@ -1,4 +1,4 @@
-"""Builds the workflow of a run: one turn, an own one, or agents, and the frictions that disturb it."""
+"""Builds the workflow of a run: one turn, a user's workflow, or agents, and the frictions that disturb it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from areal_jax.workers.sandbox.packages import find_packages
 
 
 def require_notation(name: str, field: str) -> None:
-    """Raises UserError for a notation that neither this project nor the package knows; `field` of the config has it."""
+    """Raises UserError for a notation unknown to this project and to the package; `field` is the config field."""
     if name not in NOTATIONS:
         from areal_jax.rollout.http.wire.renderers_parser import require_renderer
 
@@ -48,7 +48,7 @@ def require_notation(name: str, field: str) -> None:
 
 
 def build_parser(name: str, field: str, tokenizer: Tokenizer) -> AnswerParser | None:
-    """None for one of NOTATIONS; raises UserError as `require_notation` does, and for a tokenizer that does not fit."""
+    """Builds a parser; None for one of NOTATIONS. Raises like `require_notation`, and if the tokenizer does not fit."""
     if name in NOTATIONS:
         return None
     from areal_jax.rollout.http.wire.renderers_parser import RenderersParser
@@ -58,7 +58,7 @@ def build_parser(name: str, field: str, tokenizer: Tokenizer) -> AnswerParser | 
 
 # Builds the workflow of agents: rollout.workflow='FILE.py:FUNCTION' with an `async def`, or 'program'.
 #
-# The function gets what it has parameters for: chat, call_tool, tools, mcp, problem, prompt, tokenizer, encode,
+# The function may declare any of these parameters: chat, call_tool, tools, mcp, problem, prompt, tokenizer, encode,
 # decode.
 
 
@@ -68,9 +68,9 @@ _MOST_TOLD = 3  # errors of agents that are printed; the report counts all
 def load_agent(
     config: TrackedConfig, tokenizer: Tokenizer, function: Callable[..., Any], spec: str
 ) -> Callable[[Clock], Callable[[Generator, SamplingParams, int], Workflow]]:
-    """Of a clock, what makes the workflow of an agent from a pool, the sampling and a seed.
+    """Returns a function clock -> (pool, sampling, seed) -> the workflow of an agent.
 
-    Raises UserError for a parameter that nobody gives.
+    Raises UserError for a parameter that is not offered.
     """
     fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
     offered = ('chat', 'call_tool', 'tools', 'mcp', 'problem', 'prompt', *fixed)
@@ -104,7 +104,7 @@ def load_agent(
 
 
 def require_tools_shown(config: TrackedConfig) -> None:
-    """Raises UserError, before a weight is loaded, for tools of an own agent that no prompt would show."""
+    """Raises UserError, before weights are loaded, for tools of an own agent that no prompt would show."""
     spec = config.rollout.workflow
     if is_own(spec) and (config.agent.mcp_servers or config.agent.tools):
         named = inspect.signature(load_function(spec, 'rollout.workflow')).parameters
@@ -114,11 +114,11 @@ def require_tools_shown(config: TrackedConfig) -> None:
 def load_programs(
     config: TrackedConfig, tokenizer: Tokenizer
 ) -> Callable[[Clock], Callable[[Generator, SamplingParams, int], Workflow]]:
-    """The same for rollout.workflow='program': each episode is a program that talks to a gateway.
+    """Returns clock -> (pool, sampling, seed) -> workflow, where each episode is a program that talks to a gateway.
 
     Raises UserError for agent.function that cannot be called.
     """
-    from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings  # needs aiohttp, which other runs do not
+    from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings  # needs aiohttp, which other runs do not need
 
     settings, chat_format = config.agent, _build_format(config, tokenizer)
     gateway = Gateway(
@@ -177,9 +177,9 @@ def _make_workflow(
 def _load_mcp(
     config: TrackedConfig, spec: str, *, asked: bool
 ) -> Callable[[Dialogue], contextlib.AbstractContextManager[object]]:
-    """Of the calls of an episode, its MCP servers, which are ended on leaving; None where the agent asks for none.
+    """Returns a function that opens the MCP servers of an episode and ends them on exit; None = no servers.
 
-    Raises UserError where it asks and there are none, or the other way round.
+    Raises UserError if the agent asks for servers and the config names none, or the other way round.
     """
     servers, deadline_s = config.agent.mcp_servers, config.agent.tool_deadline_s
     if asked != bool(servers):
@@ -201,9 +201,9 @@ def _load_mcp(
 
 
 def _load_tools(config: TrackedConfig, spec: str, named: Sequence[str]) -> dict[str, PythonTool]:
-    """The tools of agent.tools by name, which start nothing before they are called.
+    """Returns the tools of agent.tools by name; they start nothing before they are called.
 
-    Raises UserError where the agent asks for them and there are none, or cannot call them.
+    Raises UserError if the agent asks for tools and agent.tools is empty, or if it cannot call them.
     """
     names, settings = config.agent.tools, config.agent
     if 'tools' in named and not names:
@@ -218,14 +218,14 @@ def _load_tools(config: TrackedConfig, spec: str, named: Sequence[str]) -> dict[
 
 
 def _require_shown(config: TrackedConfig, tokenizer: Tokenizer, named: Sequence[str]) -> None:
-    """Raises UserError for tools whose definitions the agent asks for, and no prompt can show.
+    """Raises UserError for tools whose definitions the agent asks for but no prompt can show.
 
-    A model of single characters has no chat form: there an agent may call tools, and no prompt takes their definitions.
+    A model of single characters has no chat form: its agent may call tools, but prompts never contain definitions.
     """
     if tokenizer.takes_tools or isinstance(tokenizer, CharacterTokenizer):
         return
     fields = {'agent.mcp_servers': config.agent.mcp_servers}
-    if 'tools' in named:  # an agent without that parameter tells the model of them itself
+    if 'tools' in named:  # without this parameter, the agent itself describes the tools to the model
         fields['agent.tools'] = config.agent.tools
     if sentence := describe_untold(fields):
         raise UserError(sentence)
@@ -261,8 +261,8 @@ class _Told:
             )
 
 
-# One turn, or an own workflow, rollout.workflow='FILE.py:FUNCTION'. A function that returns a workflow gets what it
-# has parameters for: pool, sampling, seed, context_tokens, tokenizer, encode, decode. An `async def` is an agent.
+# One turn, or an own workflow, rollout.workflow='FILE.py:FUNCTION'. A function that returns a workflow may declare any
+# of these parameters: pool, sampling, seed, context_tokens, tokenizer, encode, decode. An `async def` is an agent.
 
 
 WorkflowFactory: TypeAlias = Callable[[Generator, SamplingParams, int], Workflow]  # the last argument is the seed
@@ -271,7 +271,7 @@ _FIELD = 'rollout.workflow'
 
 
 class OwnWorkflow:
-    """A workflow of the user's own; what it raises is an error with file and line. Implements protocols.Workflow."""
+    """A user's workflow; its exceptions become errors with file and line. Implements protocols.Workflow."""
 
     def __init__(self, workflow: Workflow, spec: str):
         self._workflow, self._spec = workflow, spec
@@ -282,10 +282,10 @@ class OwnWorkflow:
 
 
 def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Clock], WorkflowFactory]:
-    """Makes workflows for training and for evaluation, which differ in sampling and seed, once there is a clock.
+    """Returns a function from a clock to a factory, which makes workflows for training and for evaluation.
 
-    Raises UserError for an own function that cannot be loaded or called; the factory does so for one that raises or
-    returns no workflow.
+    Raises UserError for an own function that cannot be loaded or called; the factory raises it if the function raises
+    or returns no workflow.
     """
     spec = config.rollout.workflow
     build = load_function(spec, _FIELD) if is_own(spec) else SingleTurn
@@ -337,11 +337,11 @@ def _make_own(build: Callable[..., object], spec: str, tokenizer: Tokenizer, con
     return make
 
 
-# Frictions, and the workflow whose answers are drawn at another temperature.
+# Frictions, and the workflow that draws some answers at another temperature.
 
 
 class TwoTemperatures:
-    """A workflow of which some answers are another one's. Implements protocols.Workflow."""
+    """A workflow that leaves some answers to another workflow. Implements protocols.Workflow."""
 
     def __init__(self, usual: Workflow, other: Workflow, is_other: Callable[[int, int], bool]):
         self._usual, self._other, self._is_other = usual, other, is_other
@@ -352,7 +352,7 @@ class TwoTemperatures:
 
 
 def build_frictions(config: TrackedConfig, vocab_size: int) -> Frictions | None:
-    """None where none is on; reads the fields of those that are.
+    """Builds the frictions, reading only the fields of those that are on; None if all are off.
 
     Raises ConfigError for a token that the model does not have.
     """
@@ -382,7 +382,7 @@ def build_frictions(config: TrackedConfig, vocab_size: int) -> Frictions | None:
 def build_training_workflow(
     make: WorkflowFactory, frictions: Frictions | None, pool: Generator, sampling: SamplingParams, seed: int
 ) -> Workflow:
-    """The workflow of training; evaluations make theirs without frictions."""
+    """Builds the workflow of training; evaluations build theirs without frictions."""
     usual = make(pool, sampling, seed)
     if frictions is None or not draws_otherwise(frictions):
         return usual
@@ -391,10 +391,10 @@ def build_training_workflow(
 
 
 def draws_otherwise(frictions: Frictions) -> bool:
-    """Whether engines draw some tokens at another temperature than that of their log-probs."""
+    """Whether engines draw some tokens at another temperature than the recorded log-probs assume."""
     return bool(frictions.actor_share) and frictions.actor == TEMPERATURE
 
 
 def announce(frictions: Frictions) -> None:
-    """On stderr, before anything is generated."""
+    """Prints the frictions to stderr, before anything is generated."""
     print(f'friction is on: {frictions.describe()}', file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What a command sets for its process: signals, exit codes, memory, threads."""
+"""Sets up and ends the process of a command: signals, exit codes, memory, threads."""

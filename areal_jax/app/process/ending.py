@@ -37,7 +37,7 @@ class ProcessEnd:
         atexit.register(self._leave)  # handlers run last in, first out: this one runs after the handlers of jax
 
     def note(self, code: int) -> int:
-        """Sets the exit code of the process. If an exit handler hangs, the process ends with it after two minutes."""
+        """Sets the exit code. If an exit handler hangs, the process ends with this code after two minutes."""
         self._code = code
         guard = threading.Timer(_EXIT_DEADLINE_S, os._exit, [code])
         guard.daemon = True
@@ -53,11 +53,11 @@ class ProcessEnd:
 
 
 def end_command(command: Callable[[], int], doing: str, again: str = '') -> int:
-    """The exit code of `command`, or of the exception that it raises; see errors.ExitCode.
+    """Runs `command`; returns its exit code, or the code of the exception that it raises; see errors.ExitCode.
 
     Args:
-      doing: what the command does to a disk, for errors that carry no file name: 'writing to runs/tiny'.
-      again: how the user goes on with a command that Ctrl-C has ended: RESUME; '' = by starting it again.
+      doing: the command's action on a disk, for errors that carry no file name: 'writing to runs/tiny'.
+      again: how the user continues a command that Ctrl-C has ended: RESUME; '' = by starting it again.
     """
     try:
         return command()
@@ -78,15 +78,15 @@ def end_command(command: Callable[[], int], doing: str, again: str = '') -> int:
 
 
 def code_of_stopped_server() -> int:
-    """The exit code of an engine or exporter that a signal has ended: 0, or what STOPPED_CODE says.
+    """Returns the exit code of an engine or exporter that a signal has ended: 0, or the value of STOPPED_CODE.
 
-    An executor sets it where a signal means that the process moves to another machine, and not that the run is over.
+    An executor sets it if a signal means that the process moves to another machine, not that the run is over.
     """
     return int(os.environ.get(STOPPED_CODE) or ExitCode.FINISHED)
 
 
 def judge_training(report: Mapping[str, Any]) -> ExitCode:
-    """The exit code of a finished run, by its report; one without an optimizer step is named on stderr."""
+    """Returns the exit code for the report of a finished run; prints an error if it has no optimizer step."""
     steps = report['optimizer_steps']
     if steps['applied']:
         return ExitCode.FINISHED
@@ -95,7 +95,7 @@ def judge_training(report: Mapping[str, Any]) -> ExitCode:
 
 
 def _describe_untrained(updates: int, skipped: int) -> str:
-    """The sentence for a run without an optimizer step, `skipped` of which had a gradient that was not finite."""
+    """Describes a run without an optimizer step; `skipped` updates had a gradient that was not finite."""
     why = (
         f'all {skipped} were skipped because their gradient was not finite'
         if skipped
@@ -109,7 +109,7 @@ def _print_error(sentence: str) -> None:
         print(f'error: {sentence}', file=sys.stderr, flush=True)
 
 
-# Requests to stop a run: what a run expects of them, and signals as such requests, for every long-running command.
+# Requests to stop a run: the interface that a run expects, and signals as such requests, for long-running commands.
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -120,7 +120,7 @@ Request = Callable[[signal.Signals], None]
 def written_signals(descriptor: int, numbers: Sequence[signal.Signals]) -> Iterator[frozenset[signal.Signals]]:
     """Inside, each of these signals only writes its number, a byte, to the descriptor, which must not block.
 
-    Gives those that do: a signal that is ignored stays ignored (nohup). For the main thread.
+    Yields the signals that do so: an ignored signal stays ignored (nohup). For the main thread.
     """
     heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     # a handler must be set, or Python does not write to the descriptor
@@ -135,12 +135,12 @@ def written_signals(descriptor: int, numbers: Sequence[signal.Signals]) -> Itera
 
 
 class StopRequests(Protocol):
-    """How a run learns that it shall stop."""
+    """The interface through which a run learns that it must stop."""
 
-    ends_process: bool  # the process ends with the run: threads that still work need not be waited for
+    ends_process: bool  # the process ends with the run: threads that still work are not waited for
 
     def check(self) -> None:
-        """To be called between the parts of a start; raises KeyboardInterrupt where a stop was asked for."""
+        """Raises KeyboardInterrupt if a stop was requested; called between the parts of a start."""
         ...
 
     def deferred(
@@ -149,8 +149,8 @@ class StopRequests(Protocol):
         """Inside, the first request calls `request`, and a further one ends the run at once; both on another thread.
 
         Args:
-          then: what the user is told will happen: 'finishing the update under way, then saving'.
-          abandon: ends what is inside with KeyboardInterrupt; used where the process goes on after the run.
+          then: the message to the user about the next steps: 'finishing the update under way, then saving'.
+          abandon: ends the code inside with KeyboardInterrupt; used if the process continues after the run.
         """
         ...
 
@@ -158,13 +158,13 @@ class StopRequests(Protocol):
 class Interrupts:
     """SIGINT, SIGTERM and SIGHUP while a command runs; a context manager, for the main thread.
 
-    A signal ends the process at once with ExitCode.STOPPED, except inside `deferred`: there the first one is passed on
-    and the second one ends the process. A thread receives them, because Python runs its own handlers on the main
-    thread only, and that may be inside XLA's compiler for minutes. A signal that is ignored when the command starts
+    A signal ends the process at once with ExitCode.STOPPED, except inside `deferred`: there the first signal is passed
+    on and the second one ends the process. A thread receives them, because Python runs its own handlers on the main
+    thread only, which may be inside XLA's compiler for minutes. A signal that is ignored when the command starts
     stays ignored (nohup). Implements StopRequests.
 
     Args:
-      again: what the user is told of how to go on after a signal that ends the process at once.
+      again: the advice on how to continue, printed after a signal that ends the process at once.
     """
 
     ends_process = True
@@ -193,7 +193,7 @@ class Interrupts:
         self._receiver.close()
 
     def check(self) -> None:
-        """Nothing: a signal outside `deferred` has ended the process."""
+        """Does nothing: a signal outside `deferred` has already ended the process."""
 
     @contextlib.contextmanager
     def deferred(self, request: Request, then: str, abandon: Callable[[], None] | None = None) -> Iterator[None]:
@@ -226,7 +226,7 @@ class Interrupts:
 
 
 class Wakeups:
-    """SIGNALS and the ends of children, for which the main thread waits; a context manager.
+    """Lets the main thread wait for SIGNALS and for the ends of child processes; a context manager.
 
     A signal that is ignored when the program starts stays ignored (nohup).
     """
@@ -247,7 +247,7 @@ class Wakeups:
         os.close(self._sender)
 
     def wait(self, timeout_s: float | None, file: int | None = None) -> tuple[list[signal.Signals], bool]:
-        """(the SIGNALS that arrived, whether `file` can be read); ([], False) also when a child has ended."""
+        """Returns (the SIGNALS that arrived, whether `file` can be read); ([], False) also if a child has ended."""
         watched = [self._receiver] if file is None else [self._receiver, file]
         ready, _, _ = select.select(watched, [], [], timeout_s)
         numbers = os.read(self._receiver, 64) if self._receiver in ready else b''
@@ -255,7 +255,7 @@ class Wakeups:
 
 
 def ignore_signals() -> None:
-    """For follower processes: process 0 tells them when to end."""
+    """Ignores SIGNALS in follower processes: process 0 tells them when to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -279,10 +279,10 @@ def _say(sentence: str) -> None:
         print(sentence, flush=True)
 
 
-# A run in a thread of its own, and KeyboardInterrupt in its caller as a request to stop it.
+# Runs in a separate thread, where KeyboardInterrupt in the caller is a request to stop the run.
 #
-# The thread of the run has no running event loop, so the run may be called from a notebook. And KeyboardInterrupt
-# never comes in the middle of a save or of a clean-up: Python raises it in the main thread, which only waits.
+# The thread of the run has no running event loop, so the run may be called from a notebook. KeyboardInterrupt never
+# comes in the middle of a save or a clean-up: Python raises it in the main thread, which only waits.
 
 
 _Result = TypeVar('_Result')
@@ -291,7 +291,7 @@ _LOOK_S = 0.2  # a signal that comes just before the caller begins to wait is ha
 
 
 class CallerInterrupts:
-    """StopRequests for a process that goes on after the run. `note` is called where KeyboardInterrupt was raised."""
+    """StopRequests for a process that continues after the run. `note` is called after a KeyboardInterrupt."""
 
     ends_process = False
 
@@ -340,13 +340,13 @@ class CallerInterrupts:
 
 
 def call_in_thread(function: Callable[[CallerInterrupts], _Result], name: str) -> _Result:
-    """Calls `function` in a new thread, waits until it has ended, and returns or raises what it does.
+    """Calls `function` in a new thread, waits until it has ended, and returns its result or raises its exception.
 
     A KeyboardInterrupt meanwhile is noted in the argument of `function`, and raised here when `function` returns or
-    raises KeyboardInterrupt. An exception comes without the frames of the run: a program that keeps it (a notebook
-    does) would keep the weights. The text of its traceback is added as a note, except to a UserError.
+    raises KeyboardInterrupt. The exception carries no frames of the run: a program that keeps it (a notebook does)
+    would keep the weights in memory. Its traceback is added as a text note, except to a UserError.
     """
-    from concurrent.futures import Future  # here: it loads logging, for which a command that only helps has no use
+    from concurrent.futures import Future  # here: it loads logging, which --help does not need
 
     interrupts = CallerInterrupts()
     outcome: Future[_Result] = Future()
@@ -379,7 +379,7 @@ def call_in_thread(function: Callable[[CallerInterrupts], _Result], name: str) -
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Also of the exceptions that led to it."""
+    """Drops the frames of an exception and of the exceptions that led to it; adds its traceback as a note."""
     if not isinstance(error, UserError | KeyboardInterrupt):
         error.add_note(f'\nIn the thread of the run:\n\n{"".join(traceback.format_exception(error))}')
     left: list[BaseException | None] = [error]

@@ -1,4 +1,4 @@
-"""What a process sets and requires before it works: memory and logs, optional packages, the key of its servers."""
+"""Prepares a process and checks its requirements: memory, logs, optional packages, the key of its servers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _NEVER = 2**31 - 1
 
 
 def set_up_process() -> None:
-    """Call it before jax is imported: how memory is freed, and how often all objects are searched for garbage."""
+    """Sets how memory is freed and how often all objects are searched for garbage. Call it before importing jax."""
     return_freed_memory()
     space_full_collections()
 
 
 def silence_libraries() -> None:
-    """Shows only errors of XLA's C++ code and of matplotlib, and nothing that is logged through absl.
+    """Hides every message of XLA's C++ code and of matplotlib except errors, and every message logged through absl.
 
     Call it before jax is imported. Orbax logs every exception that it raises through absl, with a traceback.
     """
@@ -54,8 +54,7 @@ def silence_libraries() -> None:
 def _drop_late_futures() -> None:
     """Drops the message 'Event loop is closed'.
 
-    When reading one array of a damaged checkpoint fails, orbax closes its event loop, to which other
-    reads still report.
+    If reading one array of a damaged checkpoint fails, orbax closes its event loop, to which other reads still report.
     """
     hook = sys.unraisablehook
 
@@ -67,11 +66,11 @@ def _drop_late_futures() -> None:
 
 
 def return_freed_memory() -> bool:
-    """Call it before jax is imported; True where the C library is glibc and took the settings.
+    """Makes freed memory return to the system; returns True if the C library is glibc and took the settings.
 
-    By default, glibc raises its mmap threshold (up to 32 MB) each time that a larger block is freed. Weights,
-    gradients and checkpoint copies of a few MB are then allocated on heaps that never shrink. A fixed threshold of 1 MB
-    returns them to the system. Measured on SmolLM2-135M: peak memory 8.6 -> 6.8 GB.
+    Call it before jax is imported. By default, glibc raises its mmap threshold (up to 32 MB) each time that a larger
+    block is freed. Weights, gradients and checkpoint copies of a few MB are then allocated on heaps that never shrink.
+    A fixed threshold of 1 MB returns them to the system. Measured on SmolLM2-135M: peak memory 8.6 -> 6.8 GB.
     """
     if platform.libc_ver()[0] != 'glibc':
         return False
@@ -82,13 +81,13 @@ def return_freed_memory() -> bool:
 
 
 class FullCollections:
-    """Puts off each full collection until the last one's duration is at most SHARE of the time since it ended.
+    """Delays each full collection until the last one's duration is at most SHARE of the time since it ended.
 
-    A full collection holds up every thread for a time that grows with all objects of the process: 1.6 s with 102,400
-    open requests. Python starts one whenever a quarter of the objects is new. In a run most of them are open requests,
-    which come and go without circles, so that with 4,096 engines the collections took a third of the loop's CPU
-    (docs/log/). Objects that only a circle keeps are found later than before, but within 100 durations of a
-    collection: 6 s in a process with jax. Collections of new objects, which take milliseconds, stay as they are.
+    A full collection stops every thread for a time that grows with all objects of the process: 1.6 s with 102,400
+    open requests. Python starts one whenever a quarter of the objects is new. In a run most new objects are open
+    requests, which come and go without reference cycles, so with 4,096 engines the collections took a third of the
+    loop's CPU time (docs/log/). Cyclic garbage is found later than before, but within 100 durations of a collection:
+    6 s in a process with jax. Collections of new objects, which take milliseconds, are unchanged.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
@@ -115,7 +114,7 @@ class FullCollections:
 
 
 def space_full_collections() -> None:
-    """For the rest of this process."""
+    """Spaces full collections for the rest of this process."""
     gc.callbacks.append(FullCollections().note)
 
 
@@ -143,18 +142,18 @@ EXTRAS = {
 
 
 def require_extras(config: config_dict.ConfigDict) -> None:
-    """Raises ConfigError for the first package that this config needs and that is not installed; imports none."""
+    """Raises ConfigError for the first package that this config needs and that is not installed; imports nothing."""
     for module, reason, instead in _needed(config):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(_describe_missing(module, reason, instead))
 
 
 def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
-    """(module, field that needs it, what else the user can do)."""
+    """Yields (module, field that needs it, an alternative for the user)."""
     generates = find_objective(c.loss.objective).generates
     if c.telemetry.tensorboard:
         yield 'tensorboardX', 'telemetry.tensorboard=True', ', or --config.telemetry.tensorboard=False'
-    if c.telemetry.plots and generates:  # supervised training makes none
+    if c.telemetry.plots and generates:  # supervised training makes no plots
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
@@ -183,7 +182,7 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
 
 
 def require_serving(config: config_dict.ConfigDict) -> None:
-    """Raises ConfigError where the packages of a server are not installed."""
+    """Raises ConfigError if a package of a server is not installed."""
     needed = {'aiohttp': 'a server'}
     if config.server.notation != HERMES:
         needed['renderers'] = f'server.notation={config.server.notation!r}'
@@ -197,7 +196,7 @@ def _describe_missing(module: str, reason: str, instead: str = '') -> str:
     return f'{reason} needs the package {module}, which is not installed: {command}{instead}'
 
 
-# The key that clients send to servers: the one that the user sets, else that of a run, which its processes share.
+# The key that clients send to servers: the user's key, else the run's key, which its processes share.
 
 
 API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
@@ -205,12 +204,12 @@ _FILE = 'registry/api_key'  # in the workdir, readable by its owner alone
 
 
 def find_key(workdir: pathlib.Path | None = None) -> str:
-    """The value of the variable; without one, the key of the run, which the first of its processes makes.
+    """Returns the value of the variable; without one, the key of the run, which its first process creates.
 
-    '' where there is neither. Raises KeyFileError for a file that others could read.
+    Returns '' if there is neither. Raises KeyFileError for a file that others could read.
 
     Args:
-      workdir: of the run; None where there is none.
+      workdir: of the run; None = no run.
     """
     if given := os.environ.get(API_KEY, ''):
         return given
@@ -220,7 +219,7 @@ def find_key(workdir: pathlib.Path | None = None) -> str:
 
 
 def require_key(listener: socket.socket, api_key: str, *, is_insecure: bool) -> None:
-    """Raises UserError for a server without a key that other machines reach, unless that is meant."""
+    """Raises UserError for a server without a key that other machines can reach, unless `is_insecure`."""
     host = listener.getsockname()[0]
     if not api_key and not is_insecure and not is_loopback(host):
         raise UserError(

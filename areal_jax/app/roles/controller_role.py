@@ -1,7 +1,4 @@
-"""The controller of a run in roles: the loop whose learner and engines are in other processes. Imports no jax.
-
-Weights and optimizer state stay with the learner processes: they write checkpoints and versions.
-"""
+"""The controller of a run in roles: the loop with learner and engines in other processes. Imports no jax."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ from areal_jax.registry import Entry, await_living
 from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 
-# sections of which the learner processes read what they need, and what the exporter reads
+# sections that the learner processes read, and fields that the exporter reads
 _READ_ELSEWHERE = (
     *('model', 'lora', 'cluster', 'distributed', 'publication'),
     *('run.compilation_cache', 'run.export_every'),
@@ -53,7 +50,7 @@ _READ_ELSEWHERE = (
 
 
 def control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
-    """This process becomes the controller of a run in roles; returns its exit code."""
+    """Makes this process the controller of a run in roles; returns its exit code."""
     run = build_controller_run(
         command.config,
         process,
@@ -71,27 +68,27 @@ def control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) 
 
 
 def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, **settings: Any) -> Run[Loop]:
-    """A run whose learner and engines are other processes; it always goes on from what is in the workdir.
+    """Builds a run with learner and engines in other processes; it always continues from the state of the workdir.
 
     `settings`: see Run.
     """
     kind = RunKind(
         require_startable=_require_startable,
-        warn=lambda config: None,  # learner process 0 does
+        warn=lambda config: None,  # learner process 0 prints the warnings
         build=functools.partial(build_remote_loop, process=process, given=config),
     )
     return Run(kind, config, process.workdir, **settings)
 
 
 def _require_startable(config: config_dict.ConfigDict) -> None:
-    """The command has held the config against its rules and the packages that it needs."""
+    """Checks the rest: the command has already checked the config against its rules and required packages."""
     require_known(config.task.name)
     require_no_simulation(config)
     require_rules_of_origin(config)
 
 
 def build_remote_loop(context: RunContext, process: RoleProcess, given: config_dict.ConfigDict) -> Built[Loop]:
-    """Builds the loop. The other roles wait for the entry of this process: config.json is there when it appears."""
+    """Builds the loop. The other roles wait for this process's entry, which appears after config.json is written."""
     config = context.config
     config.note_used(_READ_ELSEWHERE)
     context.parts.enter_context(keep_name(process, given))
@@ -107,7 +104,7 @@ def build_remote_loop(context: RunContext, process: RoleProcess, given: config_d
 def build_remote_site(
     context: RunContext, given: config_dict.ConfigDict, model: RemoteModel, checkpoint: Checkpoint | None
 ) -> Site[RemoteLearner]:
-    """Connects to the learner processes. Where one is lost this process ends with ExitCode.STOPPED."""
+    """Connects to the learner processes. If one is lost, this process ends with ExitCode.STOPPED."""
     config = context.config
     context.start.begin('waiting for the learner')
     entries = _find_learners(context)
@@ -125,7 +122,7 @@ def build_remote_site(
 
 
 def _find_learners(context: RunContext) -> Sequence[Entry]:
-    """Those of the newest attempt, in the order of their indices, when all are built."""
+    """Returns the learner entries of the newest attempt, in the order of their indices, once all are built."""
     config, workdir = context.config, context.workdir
     count = parse_learner(config.cluster.learner).processes
 
@@ -180,7 +177,7 @@ def _open_loop(
         RemoteChannel(peers, pathlib.Path(directory)), rates, compile_programs,
         functools.partial(_describe_engines, entries),
         find_final_weights=functools.partial(_export, context, dtype),
-        close_learner=learner.close,  # a run that ends in any other way leaves them to notice it, and to start again
+        close_learner=learner.close,  # after any other end of the run, the learners notice it themselves and restart
         awaited_engines=engines - beside, awaited_beside=beside,
     )  # fmt: skip
 
@@ -193,12 +190,14 @@ def _describe_engines(entries: Sequence[Entry], split: DeviceSplit | None) -> En
     }
 
 
-# The export, where `dtype` is not ''.
+# The export, if `dtype` is not ''.
 
 
 def _export(context: RunContext, dtype: str) -> tuple[None, str]:
-    """The weights are in the files of the last version and in the last checkpoint; the digest is the export's, ''
-    without one."""
+    """Makes the export and returns (None, its digest), or '' for the digest if there is no export.
+
+    The weights are already in the files of the last version and in the last checkpoint.
+    """
     if not dtype:
         return None, ''
     try:

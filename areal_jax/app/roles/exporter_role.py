@@ -1,7 +1,7 @@
-"""The exporter of a run in roles: writes checkpoints as Hugging Face directories beside training.
+"""The exporter of a run in roles: writes checkpoints as Hugging Face directories during training.
 
-It runs if run.export_every is set. It computes on the CPU, and nothing waits for it: the controller writes the final
-weights itself (finished_export.py).
+It runs if run.export_every is set. It computes on the CPU, and no process waits for it: the controller writes the
+final weights itself (finished_export.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LOOK_S = 1.0
 
 
 def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrupts: StopRequests) -> bool:
-    """Until the run has finished (True), or a signal comes before that.
+    """Exports until the run has finished (returns True), or until a signal comes before that (returns False).
 
-    Raises LostPeerError where the controller does not come, UserError for what the user can mend.
+    Raises LostPeerError if the controller does not appear, UserError for errors that the user can fix.
     """
     told = threading.Event()
     with keep_name(process, config):
@@ -37,9 +37,9 @@ def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrup
 
 
 def _export_until_told(exporter: Exporter, told: threading.Event) -> bool:
-    """Whether the run has finished."""
+    """Exports until the run has finished (returns True) or `told` is set before that (returns False)."""
     while True:
-        has_finished = exporter.has_finished()  # before the look: no checkpoint comes after it
+        has_finished = exporter.has_finished()  # asked before the search: no checkpoint is saved after it
         for path in exporter.find_due():
             if told.is_set() and not has_finished:
                 return False
@@ -51,7 +51,7 @@ def _export_until_told(exporter: Exporter, told: threading.Event) -> bool:
 
 
 class Exporter:
-    """Writes WORKDIR/exports/VERSION for the checkpoints of versions that are multiples of `every`, but for the last.
+    """Writes WORKDIR/exports/VERSION for checkpoints of versions that are multiples of `every`, except the last.
 
     Args:
       steps: updates of the run; the weights of the last one are in WORKDIR/export.
@@ -64,20 +64,20 @@ class Exporter:
         self._given_up: set[str] = set()  # names of checkpoints
 
     def has_finished(self) -> bool:
-        """Whether the run has: it saves no further checkpoint."""
+        """Whether the run has finished, after which it saves no further checkpoint."""
         return read_report(self._workdir, self._steps) is not None
 
     def find_due(self) -> list[pathlib.Path]:
-        """The checkpoints whose weights are not exported yet, oldest version first.
+        """Returns the checkpoints whose weights are not exported yet, oldest version first.
 
-        A version that a run saves again, after it went back to an earlier checkpoint, is exported again.
+        A version that a run saves again, after it returned to an earlier checkpoint, is exported again.
         """
         newest = {step: path for step, path in self._store.saves() if step % self._every == 0 and step < self._steps}
         due = [path for step, path in newest.items() if not self._is_exported(step, path)]
         return [path for path in due if path.name not in self._given_up]
 
     def export(self, path: pathlib.Path) -> None:
-        """Where that fails it says so and goes on: the run has removed the checkpoint meanwhile, the disk is full."""
+        """Exports a checkpoint. Prints a warning on failure (the run removed the checkpoint, the disk is full)."""
         step = int(path.name.split('_')[1])
         out = self._out(step)
         out.parent.mkdir(exist_ok=True)
@@ -91,10 +91,10 @@ class Exporter:
             print(f'version {step} is in {out}', flush=True)
 
     def _is_exported(self, step: int, path: pathlib.Path) -> bool:
-        """Two files of one file system have times of one clock."""
+        """Whether the export is no older than the checkpoint: both are on one file system, and so share one clock."""
         try:
             return (self._out(step) / RECORD).stat().st_mtime >= path.stat().st_mtime
-        except FileNotFoundError:  # not exported yet; or the checkpoint is removed just now, and the next look shows it
+        except FileNotFoundError:  # not exported yet; or the checkpoint was just removed, and the next search shows it
             return False
 
     def _out(self, step: int) -> pathlib.Path:

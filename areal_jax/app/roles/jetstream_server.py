@@ -29,28 +29,28 @@ INTERPRETER = Interpreter(
 
 
 def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
-    """This process becomes an engine of a run in roles; returns its exit code."""
+    """Makes this process an engine of a run in roles; returns its exit code."""
     enter_interpreter()
     return own_server.serve_engine(config, process, interrupts, describe_front())
 
 
 def describe_front() -> FrontKind:
-    """gRPC: JetStream's service, and one that controls the engine."""
+    """Describes the gRPC front: JetStream's service, and a service that controls the engine."""
     return FrontKind(JETSTREAM_CLIENT, _build, survives=True)
 
 
 def enter_interpreter() -> None:
-    """Nothing where this interpreter has JetStream; else the one that has it takes the place of this process."""
+    """Replaces this process by the interpreter that has JetStream, unless this interpreter has it."""
     if not _has_jetstream():
         python = find_python()
         os.execv(python, [python, *sys.orig_argv[1:]])
 
 
 def find_python() -> str:
-    """The interpreter that has JetStream; raises UserError where there is none."""
+    """Returns the interpreter that has JetStream; raises UserError if there is no such interpreter."""
     if _has_jetstream():
         return sys.executable
-    return INTERPRETER.find(beside=pathlib.Path(sys.executable).parent)  # another name of this one has none either
+    return INTERPRETER.find(beside=pathlib.Path(sys.executable).parent)  # other names of this one lack it too
 
 
 def _has_jetstream() -> bool:

@@ -1,4 +1,4 @@
-"""Learner processes: those that follow process 0 of a run, and those of a run in roles."""
+"""Learner processes: the followers of process 0 of a run, and the learners of a run in roles."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from areal_jax.registry import Entry
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
-    """Makes this one of the processes of `cluster.learner`, before anything asks for a device; True on followers.
+    """Makes this one of the processes of `cluster.learner`, before a device is used; returns True on followers.
 
-    Raises LostPeerError for processes that do not find each other, ConfigError for a wrong number of them.
+    Raises LostPeerError for processes that do not find each other, ConfigError for a wrong number of processes.
     """
     distributed, processes = config.distributed, parse_learner(config.cluster.learner).processes
     if processes == 1:
@@ -38,9 +38,9 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
 
 
 def follow_run(config: config_dict.ConfigDict) -> None:
-    """What a follower does from start to end.
+    """Runs a follower from start to end.
 
-    Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
+    Raises CommandError if the others never come, ConfigError if it cannot see process 0's workdir.
     """
     tracked = TrackedConfig(config)
     model = build_model(tracked)
@@ -49,22 +49,22 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     rendezvous.require_shared_workdir(deadline_s)
     rendezvous.meet(deadline_s)
     leader = accept_invitation(digest_config(tracked.as_dict()), deadline_s)
-    # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
-    # which it needs the others; it lets them go, and they notice when it is gone.
+    # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves,
+    # which needs the followers. They end when it dismisses them, or when they notice that it is gone.
     ignore_signals()
     follow(learner, leader, versions=PartWriter(model.decoder.config, separate_head=separates_head(tracked)))
 
 
 # A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
 #
-# It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all
-# learner processes are started again together.
+# It ends with ExitCode.FINISHED when the controller dismisses it, and with STOPPED when a peer is lost: then all
+# learner processes are restarted together.
 
 
 def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
-    """From start to end.
+    """Runs a learner process from start to end.
 
-    Raises LostPeerError where the others do not come, UserError for what the user can mend.
+    Raises LostPeerError if the others do not come, UserError for errors that the user can fix.
     """
     deadline_s = config.distributed.command_deadline_s
     tracked = TrackedConfig(config)
@@ -99,7 +99,7 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
 
 
 def _meet(layout: LearnerLayout, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:
-    """Joins the processes of the learner, before anything asks for a device."""
+    """Joins the processes of the learner, before a device is used."""
     count = layout.processes
     if process.index == 0:
         attempt = lead_attempt(process.workdir, own, count, process.host, deadline_s)
@@ -111,7 +111,7 @@ def _meet(layout: LearnerLayout, process: RoleProcess, own: Entry, deadline_s: f
 
 
 def _require_devices(layout: LearnerLayout, spelled: str, process: RoleProcess) -> None:
-    """Raises ConfigError, with both numbers, for a process that has another number of devices than the others."""
+    """Raises ConfigError, with both numbers, for a process whose number of devices differs from the config's."""
     needed, found = layout.devices_per_process, jax.local_device_count()
     if found != needed:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _require_devices(layout: LearnerLayout, spelled: str, process: RoleProcess) 
 
 
 def _describe(attempt: Attempt) -> dict[str, object]:
-    """What the controller reads of this process."""
+    """Returns the facts that the controller reads about this process."""
     devices = jax.local_devices()
     return {
         'attempt': attempt.number,

@@ -1,4 +1,4 @@
-"""Servers of this project as the engines of a run: an engine of a run in roles, or one beside a trainer."""
+"""Servers of this project as the engines of a run: an engine of a run in roles, or a server next to a trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def get_config():
 def serve_engine(
     config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts, front: FrontKind = HTTP
 ) -> int:
-    """This process becomes an engine of a run in roles; returns its exit code."""
+    """Makes this process an engine of a run in roles; returns its exit code."""
     require_serving(config)
     with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
         await_controller(process, config, config.distributed.command_deadline_s)
@@ -56,17 +56,17 @@ def serve_engine(
 
 
 def select_engine(config: config_dict.ConfigDict, number: int) -> config_dict.ConfigDict:
-    """The config of the server that is this engine of cluster.engines alone."""
+    """Returns the config of the server that is only this engine of cluster.engines."""
     selected = config.copy_and_resolve_references()
     selected.cluster.engines = str(parse_engines(config.cluster.engines).select(number))
     return selected
 
 
 def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path, number: int) -> list[str]:
-    """The words after `python -m` of a server beside a trainer, which starts from the model of the config.
+    """Returns the words after `python -m` of a server next to a trainer; it starts from the config's model.
 
-    It gets a config file of its own and no override but the size of an engine where engines differ: it would refuse
-    those that only a trainer reads.
+    It gets a separate config file and, if engines differ in size, its size as the only override: a server would refuse
+    overrides that only a trainer reads.
     """
     engines = parse_engines(config.cluster.engines)
     own = [] if engines.has_equal_engines else [f'--config.{ENGINES}={engines.select(number)}']
@@ -74,7 +74,7 @@ def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path, number: i
 
 
 def write_config(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None:
-    """The config file of the servers, each of which is one engine."""
+    """Writes the config file of the servers, each of which is one engine."""
     default = dict(flatten(default_config()))
     values = {
         path: value

@@ -1,12 +1,12 @@
-"""Makes the directories of versions that one server of others loads: python -m areal_jax.app.roles.receiver
+"""Makes the directories of versions for one third-party server: python -m areal_jax.app.roles.receiver
 --publication=DIR --template=VERSION --directory=DIR --port=PORT [...].
 
-server_program.py starts it next to its server, on the same machine. It takes versions from the learner by what changed
-(publication/weight_buffers.py); the client of the server asks for one before it tells the server to load it. It sends
-the key of the run, which this process has in its environment variable AREAL_JAX_API_KEY:
+server_program.py starts it next to its server, on the same machine. It takes versions from the learner as deltas
+(publication/weight_buffers.py); the client of the server asks for a version before it tells the server to load it. The
+client sends the key of the run, which this process has in its environment variable AREAL_JAX_API_KEY:
 
   POST /versions {"version": 4, "manifest_hash": "..."}
-      200 {"directory": ".../v000004"}, or 409 {"error": {"message": "..."}} for a version that cannot be had
+      200 {"directory": ".../v000004"}, or 409 {"error": {"message": "..."}} for a version that is not available
   GET /health
       200
 """
@@ -39,7 +39,7 @@ _SOCKET_S = 30.0  # for the bytes of a request
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is told to stop; what earlier versions left in --directory is removed."""
+    """Serves until it is told to stop; removes the versions of earlier processes from --directory."""
     values = parse_flags(argv)
     if not (api_key := find_key()):
         raise UserError(f'{API_KEY} is not set: give it the key that whoever asks for versions sends')
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Serving:
-    """Answers on a thread for each request while the block runs; `url` is where.
+    """Serves requests, each on its own thread, while the block runs, at the address `url`.
 
     Args:
-      api_key: that requests for versions must send.
+      api_key: requests for versions must send it.
     """
 
     def __init__(self, receiver: HfReceiver, host: str, port: int, api_key: str):
@@ -121,7 +121,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return version, digest
 
     def _refuse(self, status: int, message: str) -> None:
-        self._reply(status, {'error': {'message': message}}, {'Connection': 'close'})  # it may have sent more
+        self._reply(status, {'error': {'message': message}}, {'Connection': 'close'})  # unread bytes may follow
 
     def _reply(self, status: int, fields: JsonObject, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content = json.dumps(fields).encode()
@@ -134,11 +134,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are in the log of the run."""
+        """Does nothing: the log of the run has the requests."""
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
-    """Of the command line; raises UserError for what they cannot be."""
+    """Parses the command line; raises UserError for invalid values."""
     values = flags.FlagValues()
     flags.DEFINE_string('publication', None, 'Where the learner writes.', required=True, flag_values=values)
     flags.DEFINE_string('template', None, 'A version there.', required=True, flag_values=values)

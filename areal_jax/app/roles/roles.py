@@ -1,4 +1,4 @@
-"""What the roles of a run have in common: which there are, and whether this process is one of them. Needs no jax."""
+"""The roles of a run: which ones it has, and whether this process belongs to it. Needs no jax."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RoleProcess:
 
     @property
     def name(self) -> str:
-        """In the registry: 'engine-3'."""
+        """The name in the registry: 'engine-3'."""
         return f'{self.role}-{self.index}'
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class RoleProcess:
 
 
 def parse_index(text: str | None) -> int:
-    """'3', or 'env:NAME': the number in a variable of the environment. Raises UserError for anything else."""
+    """Parses '3', or 'env:NAME' for the number in an environment variable. Raises UserError for anything else."""
     if not text:
         raise UserError('--index is missing: give the number of this process among those of its role, from 0')
     value: str | None = text
@@ -77,10 +77,10 @@ def require_roles(config: config_dict.ConfigDict) -> None:
 
 
 def require_role(config: config_dict.ConfigDict, process: RoleProcess, count: int | None) -> None:
-    """Raises UserError for a run that cannot be in roles, and for a process that it does not have.
+    """Raises UserError for a run that cannot be in roles, and for a process that the run does not have.
 
     Args:
-      count: processes of its role, as the command line says; None = it does not say.
+      count: processes of its role, as given on the command line; None = not given.
     """
     require_roles(config)
     role, index = process.role, process.index
@@ -103,9 +103,9 @@ def require_role(config: config_dict.ConfigDict, process: RoleProcess, count: in
 
 
 def await_controller(process: RoleProcess, config: config_dict.ConfigDict, deadline_s: float) -> None:
-    """Waits until the controller of this run is alive, which shows that both see one directory.
+    """Waits until the controller of this run is alive, which shows that both see the same directory.
 
-    Raises LostPeerError where it is not within the deadline, UserError for one of another code version or config.
+    Raises LostPeerError if it is not alive within the deadline, UserError if its code version or config differs.
     """
     controller = await_living(
         process.workdir,
@@ -137,7 +137,7 @@ def end_fenced(error: FencedError) -> None:
 def keep_name(
     process: RoleProcess, config: config_dict.ConfigDict, end: Callable[[FencedError], None] = end_fenced
 ) -> Heartbeat:
-    """Registers the process, and calls `end` on another thread where another one takes its name."""
+    """Registers the process, and calls `end` on another thread if another process takes its name."""
     details = {_CONFIG: TrackedConfig(config).as_dict()} if process.name == CONTROLLER else {}
     name, role, index = process.name, process.role, process.index
     entry = Entry(name, 0, '', role=role, index=index, code=read_code_version(), details=details)

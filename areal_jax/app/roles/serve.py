@@ -1,4 +1,4 @@
-"""A served model: one engine of this process, its service, the front that takes the requests, and what it loads."""
+"""Serves a model: one engine of this process, its service, the front for the requests, and the weights it loads."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ OpenReceiver: TypeAlias = Callable[[str], RecordReceiver]  # from an address
 class VersionLoader:
     """Called with a WeightsDirectory, returns its weights for the backend and sets its digest.
 
-    A path `v000007.delta` opens a reader of its directory, which then takes every version there by what changed. So
-    does the address of a version in shared memory or behind a socket. Other paths are loaded whole.
+    A path `v000007.delta` opens a reader of its directory, which reads later versions there as changes. An address of a
+    version in shared memory or behind a socket does the same. Other paths are loaded whole.
 
     Args:
-      open_receiver: of an address, in a server of a run; None = it takes no version from an address.
+      open_receiver: opens an address, in a server of a run; None = no version is taken from an address.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class VersionLoader:
         self._carried: tuple[str, WeightsReader] | None = None  # (address, its reader): one start of a learner
 
     def __call__(self, published: PublishedWeights) -> Weights:
-        """Raises as `load_directory` does, UpdateError also for a delta in another dtype than the server's."""
+        """Raises the errors of `load_directory`, and UpdateError for a delta in another dtype than the server's."""
         directory = published.handle
         assert isinstance(directory, WeightsDirectory)
         if (named := parse_version_name(directory.path)) is not None:
@@ -125,7 +125,7 @@ class VersionLoader:
         return self._take(self._carried[1], directory, held.version, held.manifest_hash)
 
     def _close_carried(self) -> None:
-        """The reader of an earlier start of the learner: its sender is gone."""
+        """Closes the reader of an earlier start of the learner, whose sender is gone."""
         if self._carried is not None:
             self._carried[1].close()
             self._carried = None
@@ -147,10 +147,10 @@ class VersionLoader:
 
 
 def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Place, dtype: str) -> Weights:
-    """The weights of a WeightsDirectory, checked against its manifest where it has one; sets its digest.
+    """Loads the weights of a WeightsDirectory, checked against its manifest if it has one; sets its digest.
 
-    Raises UpdateError for a model of another shape, PublicationError for files that are not whole, NonFiniteError for
-    weights with NaN or infinity.
+    Raises UpdateError for a model of another shape, PublicationError for incomplete files, NonFiniteError for weights
+    with NaN or infinity.
     """
     directory = published.handle
     assert isinstance(directory, WeightsDirectory)
@@ -168,14 +168,14 @@ def _require_shape(path: pathlib.Path, decoder: Decoder) -> None:
     theirs = read_hf_config(path)
     for field in dataclasses.fields(theirs):
         one, other = getattr(decoder.config, field.name), getattr(theirs, field.name)
-        if one != other and field.name != 'context_tokens':  # that is no part of the weights
+        if one != other and field.name != 'context_tokens':  # it is no property of the weights
             raise UpdateError(
                 f'{path} is a model with {field.name}={other!r}, and this server holds one with {one!r}: start a '
                 'server with it'
             )
 
 
-_FIRST_VERSION = 0  # of the weights at launch, inside this process
+_FIRST_VERSION = 0  # of the initial weights, inside this process
 _NOTATION = 'server.notation'
 
 
@@ -191,20 +191,20 @@ def serve_model(
     heartbeat: Heartbeat | None = None,
     front: FrontKind = HTTP,
 ) -> None:
-    """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
+    """Serves until a stop is requested; then open answers have server.drain_timeout_s to end.
 
     Args:
       config: as an experiment file gives it, overrides applied: sections rollout, server and cluster.engines.
       listener: the bound socket.
-      model: see evaluate.evaluate_model; None = what config.model says.
-      api_key: that clients must send; '' = none.
-      host: a name or an address by which clients without a key may call this server, as those in server.hosts.
-      heartbeat: of a server of a run, which is in its registry from its start and gets its address there when it
+      model: see evaluate.evaluate_model; None = the model that config.model names.
+      api_key: clients must send it; '' = no key.
+      host: a name or address by which clients without a key may call this server, in addition to server.hosts.
+      heartbeat: of a server of a run, which is in the run's registry from its start, and adds its address when it
         serves. The config is the run's, of which a server reads a part; `model` may be a version that the run has
         published.
-      front: in which protocol.
+      front: the protocol.
 
-    Raises UserError for what the user can mend.
+    Raises UserError for errors that the user can fix.
     """
     adapted = adapt_server_config(config, model, overrides, of_run=heartbeat is not None)
     validate_evaluation(adapted)
@@ -224,9 +224,9 @@ def serve_model(
 def adapt_server_config(
     config: config_dict.ConfigDict, model: str | None, overrides: Collection[str], *, of_run: bool
 ) -> config_dict.ConfigDict:
-    """The config of one server: one engine under the real clock, with the model of the command line.
+    """Returns the config of one server: one engine under the real clock, with the model of the command line.
 
-    Raises ConfigError for what a server cannot do; `of_run`: what the trainer alone uses may be set.
+    Raises ConfigError for settings that a server cannot have; `of_run`: fields that only the trainer uses may be set.
     """
     adapted = adapt_config(config, model, () if of_run else overrides)
     engines = parse_engines(adapted.cluster.engines)
@@ -245,14 +245,14 @@ def adapt_server_config(
 
 
 def read_published(model: str) -> PublishedWeights | None:
-    """The version of the files channel that a path names; None for any other model."""
+    """Returns the version of the files channel that a path names; None for any other model."""
     version = parse_version(pathlib.Path(model))
     return None if version is None else find_version(model, version)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where the weights come from: a published version, with the config that has its tokenizer, or config.model."""
+    """The source of the weights: a published version, with the config that has its tokenizer, or config.model."""
 
     published: PublishedWeights | None
     described: TrackedConfig | None
@@ -276,7 +276,7 @@ class _Source:
 
 
 class _Server:
-    """The parts of one server. The constructor builds and compiles, `run` serves."""
+    """The parts of one server. The constructor builds and compiles; `run` serves."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class _Server:
             raise self._fenced
 
     def _announce(self, heartbeat: Heartbeat, stop: Event) -> None:
-        """Tells the run where this server is; from now on it ends what is under way where another takes its name."""
+        """Registers the address of this server; from now on it drains and ends if another process takes its name."""
 
         def end(error: FencedError) -> None:
             self._fenced = error
@@ -410,7 +410,7 @@ class _Server:
         )
 
     def _note_death(self, error: BaseException) -> None:
-        """On a thread of the front: the program ends with its error."""
+        """Ends the program with the error; called on a thread of the front."""
 
         async def fail(service: GenerationService) -> None:
             raise RuntimeError('a thread that takes requests has ended') from error

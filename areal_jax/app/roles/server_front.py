@@ -1,4 +1,4 @@
-"""What takes the requests of a server: HTTP by default; a kind of server may bring another front."""
+"""Takes the requests of a server: over HTTP by default; a kind of server may have another front."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 class Front(Protocol):
-    """A context manager: inside, requests are taken, on threads of its own; at its end connections are closed."""
+    """A context manager: inside, its threads take requests; at the end, connections are closed."""
 
     def __enter__(self) -> Front: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def refuse_new(self) -> None:
-        """From any thread: the server is ending."""
+        """Refuses new requests, because the server is ending; callable from any thread."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class FrontParts:
-    """What a front is made of.
+    """The arguments from which a front is built.
 
     Args:
       inbox: of the service that the requests are for.
       listener: the bound socket.
       decode_steps: most tokens of an answer in one dispatch.
-      callers: whom the server obeys.
-      on_death: called on a thread of the front where an error has ended it.
+      callers: the callers that the server obeys.
+      on_death: called on a thread of the front if an error has ended that thread.
     """
 
     inbox: Inbox
@@ -53,13 +53,13 @@ class FrontParts:
 class FrontKind:
     """A protocol in which a model is served."""
 
-    client: ClientKind  # that speaks it
+    client: ClientKind  # speaks it
     build: Callable[[FrontParts], Front]
-    survives: bool = False  # an exception of a dispatch ends the answers in slots, and not the server
+    survives: bool = False  # an exception of a dispatch ends the answers in slots, but not the server
 
 
 def build_http(parts: FrontParts) -> Front:
-    """Routes in the dialects of SGLang, vLLM, OpenAI and Anthropic."""
+    """Builds routes in the dialects of SGLang, vLLM, OpenAI and Anthropic."""
     from areal_jax.rollout.http.server.thread import HttpThread
 
     return HttpThread(
@@ -72,16 +72,16 @@ HTTP = FrontKind(OWN_CLIENT, build_http)
 
 
 def find_front(server: str) -> FrontKind:
-    """The front of a server whose config says rollout.server=`server`: HTTP, unless its kind brings another one."""
+    """Returns the front for rollout.server=`server`: HTTP, unless its kind has another front."""
     launch = find_server(server).launch or OWN.launch
     found: FrontKind = resolve(launch.front, SERVER)() if launch and launch.front else HTTP
     return found
 
 
 def enter_interpreter(server: str) -> None:
-    """Goes on with the same command under the interpreter that the kind needs, where this one is another.
+    """Restarts the command under the interpreter that the kind of server needs, if this is another interpreter.
 
-    Call it before anything is bound or started. Raises UserError where there is no such interpreter.
+    Call it before anything is bound or started. Raises UserError if the interpreter does not exist.
     """
     launch = find_server(server).launch
     if launch and launch.enter:

@@ -1,9 +1,9 @@
-"""A server program of others as an engine of a run, and the receiver beside it that makes directories of versions.
+"""Runs a third-party server program as an engine of a run, and a receiver that makes directories of versions for it.
 
-vllm_server.py and sglang_server.py each describe one program. This process starts it on the newest published version,
-waiting for the first one, keeps it in the registry of the run while it answers, and ends it when it is told to stop.
-Where the run publishes deltas, a receiver is started next to the program (receiver.py), which makes the directories
-that it loads; one that dies is started again.
+vllm_server.py and sglang_server.py each describe one program. This process waits for the first published version,
+starts the program on the newest one, keeps it in the registry of the run while it answers, and ends it when it is told
+to stop. If the run publishes deltas, a receiver (receiver.py) is started next to the program and makes the directories
+that the program loads; a receiver that dies is restarted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _END_S = 5.0  # after SIGTERM
 
 
 class ReceiverProcess:
-    """A context manager: the process runs in the block; `url` is where it answers.
+    """A context manager: the process runs in the block and serves at `url`.
 
     Args:
       values: the flags of server_program.py.
@@ -81,31 +81,31 @@ class ReceiverProcess:
         return self._process.pid
 
     def ensure(self) -> None:
-        """Starts the process unless it runs: it holds nothing that it cannot read again."""
+        """Starts the process unless it runs; a restart loses nothing, because it can read everything again."""
         if self.is_alive:
             return
         versions = list_versions(self._publication)
         if not versions:
             return  # the learner is replacing them
-        # the device of this machine is the server's
+        # the server uses this machine's device
         variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', API_KEY: self._api_key}
         self._process = subprocess.Popen([*self._words, f'--template={versions[max(versions)]}'], env=variables)
 
 
 def find_directory(workdir: pathlib.Path, name: str) -> pathlib.Path:
-    """Where the versions of a server are made: on the disk of its machine (TMPDIR), the same after a restart."""
+    """Returns the directory for a server's versions, on its machine's disk (TMPDIR), the same after a restart."""
     run = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:12]
     return pathlib.Path(tempfile.gettempdir()) / f'areal_jax-{run}-{name}'
 
 
 _LOOK_S = 1.0
-_ANSWER_S = 5.0  # for its health
+_ANSWER_S = 5.0  # for the reply to a health request
 _SERVER_PROGRAM_END_S = 8.0  # after SIGTERM
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerCommand:
-    """The command of a server and the variables of its environment; those that are set already win."""
+    """The command of a server, and environment variables that apply unless they are already set."""
 
     words: list[str]
     variables: Mapping[str, str]
@@ -113,12 +113,12 @@ class ServerCommand:
 
 @dataclasses.dataclass(frozen=True)
 class ServerProgram:
-    """How a server of others is started.
+    """Describes how to start a third-party server.
 
     Args:
-      module: of this project whose program runs it.
-      client: the protocol that it speaks; its name is rollout.server too.
-      interpreter: that has the server.
+      module: the module of this project whose program runs it.
+      client: the protocol that it speaks; its name is also the value of rollout.server.
+      interpreter: the interpreter that has the server.
       build_command: (interpreter, directory of weights, port, flags) -> the command of the server.
     """
 
@@ -141,11 +141,11 @@ class ServerProgram:
         index: int | None = None,
         host: str = '127.0.0.1',
     ) -> list[str]:
-        """The command of one server of a run; it starts from a version that the learner has published.
+        """Returns the command of one server of a run; it starts from a version that the learner has published.
 
         Args:
           number: which engine of cluster.engines it is.
-          index: the same in a run in roles, for its entry in the registry.
+          index: the same number in a run in roles, for its entry in the registry.
         """
         publication, rollout = config.publication, config.rollout
         tensor = parse_engines(config.cluster.engines).select(number).only_group.tensor
@@ -160,7 +160,7 @@ class ServerProgram:
         ]
 
     def serve_engine(self, config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
-        """This process becomes an engine of a run in roles: the program of `module` takes its place."""
+        """Makes this process an engine of a run in roles: replaces it by the program of `module`."""
         await_controller(process, config, config.distributed.command_deadline_s)
         command = self.describe_command(
             config, process.workdir, process.name, number=process.index, index=process.index, host=process.host
@@ -168,12 +168,12 @@ class ServerProgram:
         os.execv(command[0], command)
 
     def plan_server(self, config: config_dict.ConfigDict, workdir: pathlib.Path, number: int) -> list[str]:
-        """The words after `python -m` of a server beside a trainer; it starts from a version that was published."""
+        """Returns the words after `python -m` of a server next to a trainer; it starts from a published version."""
         words = self.describe_command(config, workdir, '', number=number)
         return [word for word in words[2:] if word != '--name=']
 
     def run(self, argv: Sequence[str]) -> int:
-        """Returns 1 when the server has ended, else, when it was told to stop, 0 or what STOPPED_CODE says."""
+        """Runs the server; returns 1 when it has ended by itself, or 0 or STOPPED_CODE's value after a stop."""
         values = parse_flags(argv)
         python = self.find_python()
         with Wakeups() as wakeups, contextlib.ExitStack() as parts:
@@ -203,7 +203,7 @@ class ServerProgram:
         values: flags.FlagValues,
         wakeups: Wakeups,
     ) -> int:
-        """Registered: a heartbeat for each answer, until it ends or a stop comes."""
+        """Keeps the server registered, with a heartbeat for each answer, until it ends or a stop comes."""
         entry = describe_server(
             values.name, url, self.client.name, ServerFacts(hardware=f'{values.tensor} x device'),
             index=values.index, code=read_code_version(),
@@ -227,17 +227,17 @@ class ServerProgram:
 
 
 def name_route_flag(values: flags.FlagValues) -> list[str]:
-    """Both servers have it under one name."""
+    """Returns the flag for routed experts, which has one name in both servers."""
     return ['--enable-return-routed-experts'] if values.routes else []
 
 
 def keep_environment(given: Mapping[str, str]) -> Mapping[str, str]:
-    """What a server gets of the environment: it must not import modules of this project."""
+    """Returns the environment for a server, which must not import modules of this project."""
     return {name: value for name, value in given.items() if name not in ('PYTHONPATH', 'XLA_FLAGS')}
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
-    """Of the command line, without the interpreter's words; raises UserError for what they cannot be."""
+    """Parses the command line, without the interpreter's words; raises UserError for invalid values."""
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Of the run.', required=True, flag_values=values)
     flags.DEFINE_string('name', None, 'In the registry.', required=True, flag_values=values)
@@ -258,7 +258,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
 
 
 def await_version(publication: pathlib.Path, wakeups: Wakeups) -> pathlib.Path | None:
-    """The newest version; None where a stop came first."""
+    """Waits for a version and returns the newest one; None if a stop comes first."""
     while not (versions := list_versions(publication)):
         numbers, _ = wakeups.wait(_LOOK_S)
         if numbers:
@@ -267,7 +267,7 @@ def await_version(publication: pathlib.Path, wakeups: Wakeups) -> pathlib.Path |
 
 
 def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -> int | None:
-    """None when it answers; else the exit code of this process."""
+    """Returns None when the server answers, or the exit code of this process if it ends first."""
     while not _answers(url):
         numbers, _ = wakeups.wait(_LOOK_S)
         if numbers:

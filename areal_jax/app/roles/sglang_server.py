@@ -20,21 +20,21 @@ from areal_jax.config.kinds import SGLANG_CLIENT
 from areal_jax.errors import UserError
 from areal_jax.workers.descendants import Interpreter
 
-# SGLang refuses prompts of less than 6 tokens below its context, and cuts answers off 2 tokens below it
+# SGLang refuses prompts longer than its context - 6 tokens, and cuts answers off 2 tokens below its context
 _SPARE_TOKENS = 8
 _VARIABLES = {
-    'SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN': '1',  # the spare tokens may lie above what the model was made for
+    'SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN': '1',  # the spare tokens may exceed the model's own context
     'HF_HUB_OFFLINE': '1',
 }
-_OF_CPU = {'SGLANG_USE_CPU_ENGINE': '1'}  # it wins over a GPU
+_OF_CPU = {'SGLANG_USE_CPU_ENGINE': '1'}  # forces the CPU even if there is a GPU
 _HAS_GPU = 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 _TORCH_S = 120.0
 
 
 def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> ServerCommand:
-    """Requests and replies are token ids; raises UserError for an interpreter without torch."""
+    """Builds the command; requests and replies are token ids. Raises UserError for an interpreter without torch."""
     context, on_gpu = values.context_tokens + _SPARE_TOKENS, has_gpu(python)
-    running = values.slots + 1  # a place for the token that shows that it serves, beside the answers
+    running = values.slots + 1  # + 1 for the health check's token, next to the answers
     words = [
         *(python, '-m', 'sglang.launch_server', '--model-path', str(directory), '--served-model-name', 'm'),
         *('--dtype', values.dtype, '--context-length', str(context), '--max-running-requests', str(running)),
@@ -47,7 +47,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
 
 
 def name_cpu_flags(cache_tokens: int) -> list[str]:
-    """What SGLang needs on a CPU without its kernels: attention and sampling are those of torch."""
+    """Returns the flags for a CPU without SGLang's kernels: attention and sampling run in torch."""
     return [
         *('--device', 'cpu', '--attention-backend', 'torch_native', '--sampling-backend', 'pytorch'),
         *('--grammar-backend', 'none', '--disable-overlap-schedule', '--disable-cuda-graph', '--sleep-on-idle'),
@@ -56,7 +56,7 @@ def name_cpu_flags(cache_tokens: int) -> list[str]:
 
 
 def has_gpu(python: str) -> bool:
-    """Whether the torch of an interpreter sees a GPU; raises UserError where it has no torch."""
+    """Whether the torch of an interpreter sees a GPU; raises UserError if it has no torch."""
     done = subprocess.run(
         [python, '-c', _HAS_GPU], env=dict(keep_environment(os.environ)), stderr=subprocess.PIPE, text=True,
         timeout=_TORCH_S, check=False,

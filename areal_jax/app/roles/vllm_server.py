@@ -18,7 +18,7 @@ from areal_jax.config.kinds import VLLM_CLIENT
 from areal_jax.workers.descendants import Interpreter
 
 _VARIABLES = {
-    'VLLM_SERVER_DEV_MODE': '1',  # the routes that control it
+    'VLLM_SERVER_DEV_MODE': '1',  # enables the routes that control it
     'VLLM_CPU_KVCACHE_SPACE': '1',  # GiB
     'HF_HUB_OFFLINE': '1',
     'VLLM_NO_USAGE_STATS': '1',  # it sends nothing anywhere
@@ -26,7 +26,7 @@ _VARIABLES = {
 
 
 def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> ServerCommand:
-    """Log-probs are taken after the temperature; requests and replies are token ids."""
+    """Builds the command; log-probs are taken after the temperature, requests and replies are token ids."""
     words = [
         *(python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(directory), '--served-model-name', 'm'),
         *('--dtype', values.dtype, '--max-model-len', str(values.context_tokens)),

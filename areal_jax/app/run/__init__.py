@@ -1,1 +1,1 @@
-"""A run: what every kind has, where its learner is, and the programs of the loop and of supervised training."""
+"""Runs: the parts that all kinds share, the site of the learner, and the programs of the loop and of SFT."""

@@ -1,4 +1,4 @@
-"""The asynchronous loop: its parts, built in the order in which they need each other, and the program that runs them.
+"""Builds the parts of the asynchronous loop in the order of their dependencies, and runs them.
 
 Nothing here imports jax.
 """
@@ -77,10 +77,10 @@ from areal_jax.workers.worker_process import WorkerProcess
 
 
 def find_ledger_fault(ledger: TokenLedger | None, state: HostState) -> LedgerError | None:
-    """Why the ledger does not close, where it does not: raised when everything else of the run is written.
+    """Returns the error of a ledger that does not close; it is raised after everything else of the run is written.
 
     Args:
-      ledger: None = the run kept none from its start.
+      ledger: None = the run has kept no ledger since its start.
       state: of the host side at an instant at which no engine decodes.
     """
     if ledger is None:
@@ -91,7 +91,7 @@ def find_ledger_fault(ledger: TokenLedger | None, state: HostState) -> LedgerErr
             rest[segment.policy_version] += len(segment.tokens)
     for group in state['running']:
         for episode in group.episodes:
-            if episode.finish_reason is None and not episode.label:  # its end tells what was discarded
+            if episode.finish_reason is None and not episode.label:  # its end event counts the discarded tokens
                 rest.update(episode.discarded)
     try:
         ledger.require_closed(rest)
@@ -101,7 +101,7 @@ def find_ledger_fault(ledger: TokenLedger | None, state: HostState) -> LedgerErr
 
 
 def _segments(state: HostState) -> Iterator[Segment]:
-    """Of all answers that are admitted and in no batch."""
+    """Yields the segments of all answers that are admitted and in no batch yet."""
     for group in state['running']:
         for episode in group.episodes:
             yield from episode.all_segments()
@@ -110,33 +110,33 @@ def _segments(state: HostState) -> Iterator[Segment]:
             yield from trajectory.segments
 
 
-# The parts of a run of the asynchronous loop, built in the order in which they need each other. No jax here.
+# The parts of a run of the asynchronous loop, built in the order of their dependencies. No jax here.
 
 
 LoopVerifier: TypeAlias = ProcessVerifier | InlineVerifier | DrawnVerifier
-_RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
+_RETURN_S = 30.0  # for engines to serve again after a restart of the run, which does not touch them
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """What a replay puts in the place of the outside world."""
+    """Replacements of the outside world, for a replay or a simulation."""
 
-    make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
+    make_clock: Callable[..., LoopClock] | None = None  # in place of host.build_clock
     start_worker: StartWorker = WorkerProcess
     try_sandbox: TrySandbox = try_sandbox
-    # of a simulation: in place of the task, its workflow and its verifier
+    # for a simulation: in place of the task, its workflow and its verifier
     build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
     load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
-    build_verifier: Callable[..., LoopVerifier] | None = None  # of the clock and what task_builder.build_verifier takes
-    build_servers: Callable[..., Servers] | None = None  # as server_builder.build_servers
+    build_verifier: Callable[..., LoopVerifier] | None = None  # takes the clock and settings
+    build_servers: Callable[..., Servers] | None = None  # like server_builder.build_servers
 
 
 IN_THE_WORLD = Outside()
 
 
 class Origin(NamedTuple):
-    """What a run goes on from; without a checkpoint it begins at update 0."""
+    """The state from which a run continues; without a checkpoint it begins at update 0."""
 
     version: int = 0
     checkpoint: Checkpoint | None = None
@@ -145,7 +145,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What runs in this process, wherever the learner and the engines are."""
+    """The parts that run in this process, regardless of the place of learner and engines."""
 
     config: TrackedConfig
     origin: Origin
@@ -158,24 +158,24 @@ class Host:
     log: EventLog
     clock: LoopClock
     supervisor: Supervisor
-    sandbox: SandboxRecord | None  # of its verifiers, as `build_verifier` takes it
+    sandbox: SandboxRecord | None  # of its verifiers, for `build_verifier`
     verifier: LoopVerifier
-    # evaluation beside training has workers of its own, so that its answers never queue behind training answers
+    # evaluation during training has separate workers, so that its answers never queue behind training answers
     verifier_beside: LoopVerifier | None
 
 
 class Generation(NamedTuple):
-    """Who generates, with which weights."""
+    """The engines and the weights that they generate with."""
 
     channel: Channel
-    ring: VersionRing | None  # earlier versions, of a schedule in lock-step
+    ring: VersionRing | None  # earlier versions, for a schedule in lock-step
     newest: PublishedWeights
     rollout: Rollout
     servers: Servers | None = None
 
 
 class Evaluations(NamedTuple):
-    """Before and after training, and beside it; None where there are none."""
+    """The evaluations before, after and during training; None: no such evaluation."""
 
     evaluator: Evaluator | None = None
     beside: EvaluationBeside | None = None
@@ -203,7 +203,7 @@ def build_loop(
     build_site: Callable[[Checkpoint | None], Site[RunLearner]],
     outside: Outside = IN_THE_WORLD,
 ) -> Built[Loop]:
-    """Builds site and loop; of a resumed run that has finished the site alone, whose processes wait for the end."""
+    """Builds site and loop; for a resumed run that has finished, only the site, whose processes wait for the end."""
     config = context.config
     context.start.begin(f'preparing task {config.task.name}')
     task = (outside.build_task or build_task)(config, model.tokenizer)
@@ -242,7 +242,7 @@ def _build_parts(context: RunContext, site: Site[RunLearner], host: Host, outsid
     evaluations = _build_evaluations(context, host, generation, observer, sampling)
     reallocation = _build_reallocation(host, generation, observer)
     rollouts = None
-    if outside.build_task is None:  # a simulation says nothing
+    if outside.build_task is None:  # a simulation has no text
         rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
     controller = _build_controller(
         context, site, host, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
@@ -298,7 +298,7 @@ def _build_host(
 
 
 def _find_origin(context: RunContext) -> Origin:
-    """Raises CheckpointError for a checkpoint of another kind of run."""
+    """Returns the state to continue from; raises CheckpointError for a checkpoint of another kind of run."""
     checkpoint = context.read_checkpoint()
     if checkpoint is None:
         return Origin()
@@ -377,7 +377,7 @@ def _build_controller(
         if rollouts:
             rollouts.sync()
         whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
-        arrays.clear()  # the writer lets go of each array that it has written
+        arrays.clear()  # lets the writer free each array once it is written
         context.save(step, whole, encode_run_state(snapshot), learner.followers)
 
     def note_published(published: PublishedWeights) -> None:
@@ -474,7 +474,7 @@ def _build_evaluations(
 
 
 class Loop:
-    """See run.Program."""
+    """The program of the asynchronous loop; see run.Program."""
 
     def __init__(self, context: RunContext, site: Site[RunLearner], parts: LoopParts):
         self.parts, self._context, self._site = parts, context, site
@@ -502,19 +502,19 @@ class Loop:
             raise
 
     def warm_up(self) -> None:
-        """Compiles what the run needs first."""
+        """Compiles the programs that the run needs first."""
         parts, began = self.parts, time.monotonic()
         rollout = parts.generation.rollout
         programs = parts.place.compile(rollout.compile)
         if parts.reallocation and rollout.moves:
-            for split in parts.reallocation.prepared:  # before the run was stopped
+            for split in parts.reallocation.prepared:  # splits prepared before the run was stopped
                 rollout.moves.site.prepare(split)
         self._context.start.end()
         self._site.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 
     async def _run_to_end(self) -> bool:
-        """However the program ends, no server stays paused for its other clients."""
+        """Runs the program; whatever ends it, no server stays paused for its other clients."""
         try:
             return await self.parts.host.supervisor.run(self._program())
         finally:
@@ -531,7 +531,7 @@ class Loop:
             await self._await_engines(parts.generation.servers)
         if parts.host.origin.version == 0:
             if not await self._evaluate('before') or controller.stop_requested.is_set():
-                return False  # nothing is trained: --resume begins at update 0 without a checkpoint too
+                return False  # nothing was trained: --resume begins at update 0 without a checkpoint too
             if parts.place.finish_compiling:
                 await parts.place.finish_compiling(parts.host.clock)
         elif beside:
@@ -550,9 +550,9 @@ class Loop:
         return is_evaluated
 
     async def _await_engines(self, servers: Servers) -> None:
-        """Nothing is generated before all of them hold the first weights, or run.stall_timeout_s has passed.
+        """Waits until all engines hold the first weights, at most run.stall_timeout_s; nothing is generated before.
 
-        A run that goes on waits for those that were lost no longer than _RETURN_S: they may join later.
+        A resumed run waits at most _RETURN_S for lost engines: they may join later.
         """
         of_training, beside = self.parts.place.awaited_engines, self.parts.place.awaited_beside
         deadline_s = self._context.config.run.stall_timeout_s
@@ -571,7 +571,7 @@ class Loop:
             print(f'warning: {serving} of {wanted} engines serve after {waited_s:.0f} s: the run begins', flush=True)
 
     async def _evaluate(self, phase: str) -> bool:
-        """True when the evaluation is done, or none is wanted."""
+        """Evaluates; returns True if the evaluation is done or not wanted, False after a requested stop."""
         evaluator = self.parts.evaluations.evaluator
         if evaluator is None:
             return True

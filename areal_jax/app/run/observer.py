@@ -1,4 +1,4 @@
-"""The metrics of every update and the scores of every evaluation, counted from events and written to the workdir."""
+"""Counts events into the metrics of every update, and writes metrics and evaluation scores to the workdir."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from areal_jax.types import Prompt
 
 
 class CodeChecksState(TypedDict):
-    """What a checkpoint keeps of CodeChecks."""
+    """The state of CodeChecks in a checkpoint."""
 
     labels: dict[str, int]
     sums: dict[str, float]
 
 
 class CodeChecks:
-    """The labels of scored answers, and what the checks of those with code took."""
+    """Counts the labels of scored answers, and the time that the checks of code answers took."""
 
     def __init__(self, state: CodeChecksState | None = None):
         self._labels = collections.Counter(state['labels'] if state else {})
@@ -62,7 +62,7 @@ class CodeChecks:
                 self._sums[key] += value
 
     def metrics(self) -> dict[str, float]:
-        """Empty where no answer was code."""
+        """Returns the metrics; empty if no answer was code."""
         checked, scored = self._sums['answers'], sum(self._labels.values())
         if not checked:
             return {}
@@ -72,23 +72,23 @@ class CodeChecks:
         }
 
     def state(self) -> CodeChecksState:
-        """As JSON can hold it."""
+        """Returns the state as JSON values."""
         return {'labels': dict(self._labels), 'sums': dict(self._sums)}
 
 
-# What the engines did since the last update, counted from events for its metrics.
+# Counts the engines' work since the last update, from events, for its metrics.
 
 
 class EngineCountsState(TypedDict):
-    """What a checkpoint keeps of EngineCounts."""
+    """The state of EngineCounts in a checkpoint."""
 
     counts: dict[str, int]
     pauses: list[float]
-    waiting: dict[str, float]  # clock seconds of the swap, by request that has no token since
+    waiting: dict[str, float]  # clock seconds of the swap, by request that has had no token since
 
 
 class EngineCounts:
-    """Counts the events of training, one after the other, until `take`."""
+    """Counts the events of training until `take` is called."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(('generated', 'prefilled', 'rebuilt', 'preempted', 'positions', 'read'), 0)
@@ -116,7 +116,7 @@ class EngineCounts:
             self._counts['preempted'] += 1
 
     def take(self) -> dict[str, Value]:
-        """The metrics since the last call."""
+        """Returns the metrics since the last call."""
         counts, pauses = self._counts, self._pauses
         values: dict[str, Value] = {
             names.TOKENS_GENERATED: counts['generated'],
@@ -141,12 +141,12 @@ class EngineCounts:
 
 # The metrics of every update, from its step record and the events since the last one.
 #
-# The controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come from the learner and
-# are passed on; this module counts events of the loop.
+# The controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come from the learner and are
+# passed on; this module counts events of the loop.
 
 
 class ObserverState(TypedDict):
-    """What a checkpoint keeps of a StepObserver."""
+    """The state of a StepObserver in a checkpoint."""
 
     last_time_s: float
     interruptions: int  # since the last update
@@ -154,7 +154,7 @@ class ObserverState(TypedDict):
     disagreements: int  # of these
     checks: NotRequired[CodeChecksState]
     engines: EngineCountsState  # since the last update
-    ledger: NotRequired[LedgerState | None]  # None, or absent: an earlier part of the run has kept none
+    ledger: NotRequired[LedgerState | None]  # None, or absent: an earlier part of the run kept no ledger
     optimizer_steps: NotRequired[list[float]]  # OptimizerAges.state
     energy: NotRequired[EnergyState | None]  # None, or absent: there was no account
 
@@ -193,7 +193,7 @@ class StepObserver:
         self._optimizer_ages = OptimizerAges()
         self.energy = energy
         self._evaluating = False
-        self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
+        self._evaluations: list[Mapping[str, float]] = []  # of evaluations during training, not written yet
         self._cpu_at_first_admission: float | None = None
         self.cpu_seconds_in_window = 0.0
 
@@ -263,19 +263,19 @@ class StepObserver:
         return self.ledger.metrics()
 
     def set_rates(self, rates: DeviceRates) -> None:
-        """Devices were moved."""
+        """Sets the rates after devices were moved."""
         self._rates = rates
 
     def note_evaluation(self, values: Mapping[str, float]) -> None:
-        """Metrics of an evaluation beside training: they go into the row of the next update that has none."""
+        """Keeps metrics of an evaluation during training for the next update's row that has no such metrics."""
         self._evaluations.append(values)
 
     def _take_update_seconds(self) -> float:
-        """How long the update took that was published last; updates end in the order of their publications."""
+        """Returns the seconds of the update that was published last; updates end in the order of their publications."""
         return self._update_seconds.popleft() if self._update_seconds else 0.0
 
     def state(self) -> ObserverState:
-        """What the metrics of the next update need from before this instant, as JSON can hold it."""
+        """Returns the state that the metrics of the next update need, as JSON values."""
         return {
             'last_time_s': self._last_time_s,
             'interruptions': self._interruptions,
@@ -289,7 +289,7 @@ class StepObserver:
         }
 
     def restore(self, state: ObserverState) -> None:
-        """Continue from the state in a checkpoint."""
+        """Continues from the state in a checkpoint."""
         self._last_time_s = state['last_time_s']
         self._interruptions = state['interruptions']
         self._engines.restore(state['engines'])
@@ -325,12 +325,13 @@ class StepObserver:
         }
 
 
-# Scores of the evaluations before, after and beside training: written to the workdir and printed.
+# Scores of the evaluations before, after and during training: written to the workdir and printed.
 
 
 class Scores:
-    """The scores of one run by phase, 'before' and 'after', and by version; a resumed run also has its earlier
-    attempts' scores, except for versions after `step`, which it evaluates again.
+    """The scores of one run by phase, 'before' and 'after', and by version.
+
+    A resumed run also has its earlier attempts' scores, except for versions after `step`, which it evaluates again.
     """
 
     def __init__(self, workdir: pathlib.Path, *, resume: bool, step: int = 0):
@@ -343,7 +344,7 @@ class Scores:
 
     @property
     def curve(self) -> Sequence[VersionScores]:
-        """Of the evaluations beside training, by version."""
+        """The scores of the evaluations during training, by version."""
         return [self._curve[version] for version in sorted(self._curve)]
 
     def get(self, phase: str) -> EvaluationScores | None:
@@ -373,7 +374,7 @@ class Scores:
 
 
 def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, float]:
-    """The scores of a version as metrics, under the names of evaluation beside training; none without scores."""
+    """Returns a version's scores as metrics, named as in evaluation during training; empty without scores."""
     if scores is None:
         return {}
     row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}
@@ -386,12 +387,12 @@ def mean_greedy(scores: EvaluationScores) -> float:
 
 
 def mean_sampled(scores: EvaluationScores) -> float | None:
-    """None where no answer was sampled."""
+    """Returns the mean score of sampled answers; None if no answer was sampled."""
     sampled = [score for row in scores.sampled for score in row]
     return sum(sampled) / len(sampled) if sampled else None
 
 
-# Builds the evaluation beside training, and brings its rows to file, metrics and terminal.
+# Builds the evaluation during training, and writes its rows to file, metrics and terminal.
 
 
 UNDER_WAY = 'evaluating'  # key of a checkpoint's state of the observer: the version that was being evaluated
@@ -411,10 +412,10 @@ def build_beside(
     observer: StepObserver,
     lost: protocols.Event | None = None,
 ) -> EvaluationBeside:
-    """`problems`: of the evaluations before and after training; the first of them are used here.
+    """Builds the evaluation during training, on the first of `problems`, which the other evaluations use in full.
 
-    `make_evaluator` lacks problems, pool, verifier, samples and version, which this evaluation has its own of.
-    `lost`: see EvaluationBeside.
+    `make_evaluator` lacks problems, pool, verifier, samples and version, which are set here. `lost`: see
+    EvaluationBeside.
     """
     samples, few = config.evaluation.every_samples, problems[: config.evaluation.every_problems]
 
@@ -440,7 +441,7 @@ def build_beside(
 
 
 def restore_rows(workdir: pathlib.Path, scores: Scores, observer: StepObserver) -> None:
-    """Hands the observer of a resumed run the rows that ended before it and are in no line of its metrics."""
+    """Gives the observer of a resumed run the earlier rows that no line of its metrics contains."""
     written = {line.get(names.EVALUATION_VERSION) for line in read_metrics(workdir / FILE)}
     for row in scores.curve:
         if row.version not in written:

@@ -1,4 +1,4 @@
-"""A run whose learner is in this process: its model, its programs, its engines, and the export of its weights."""
+"""The site of a learner in this process: its model, its programs, its engines, and the export of its weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ OwnLearner = SpmdLearner | CommandLeader
 
 
 def require_here(config: config_dict.ConfigDict) -> None:
-    """Raises UserError for a config whose learner, in every split of the devices, does not fit this process."""
+    """Raises UserError for a config whose learner does not fit this process in some split of the devices."""
     require_sound(config)
     require_no_simulation(config)
     require_rules_of_origin(config)
@@ -99,13 +99,13 @@ def require_here(config: config_dict.ConfigDict) -> None:
 
 
 def count_compilations(context: RunContext) -> Compilations:
-    """Keeps compiled programs in run.compilation_cache, and counts them, until the run is closed."""
+    """Keeps compiled programs in run.compilation_cache, and counts compilations, until the run is closed."""
     context.parts.enter_context(use_compilation_cache(context.config))
     return context.parts.enter_context(CompilationCounter())
 
 
 def load_model(context: RunContext) -> Model:
-    """Loads the weights that the run begins from, and notes them in the workdir."""
+    """Loads the weights that the run begins from, and records them in the workdir."""
     context.start.begin(describe_loading(context.config))
     model = build_model(context.config, context.start.count_bytes)
     note_weights(context.workdir, model.source, resume=context.resume)
@@ -125,7 +125,7 @@ def build_own_loop(
 def build_own_site(
     context: RunContext, compilations: Compilations, model: Model, checkpoint: Checkpoint | None
 ) -> Site[OwnLearner]:
-    """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
+    """Builds the learner of all processes, from the checkpoint's or else the model's weights; frees the model's."""
     config = context.config
     context.start.begin('building the learner')
     split, trains_later = find_split(config, checkpoint), _trains_later(config, checkpoint)
@@ -142,7 +142,7 @@ def build_own_site(
 
 
 def _trains_later(config: TrackedConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether the learner's programs are compiled after others that an evaluation needs first."""
+    """Whether the learner's programs are compiled later, after the programs that an evaluation needs first."""
     if not find_objective(config.loss.objective).generates:
         return False
     is_alone = parse_learner(config.cluster.learner).processes == 1 and not uses_servers(config)
@@ -151,9 +151,9 @@ def _trains_later(config: TrackedConfig, checkpoint: Checkpoint | None) -> bool:
 
 
 def _build_learner(context: RunContext, model: Model, split: DeviceSplit | None, *, begins: bool) -> OwnLearner:
-    """With the model's weights; `begins`: it compiles from now on."""
+    """Builds the learner with the model's weights; `begins`: compilation starts now."""
     config = context.config
-    # processes that compile a program for all of them do so at the same time, at a command
+    # processes that share a program must compile it at the same time, at a command
     ahead = context.finished is None and parse_learner(config.cluster.learner).processes == 1
     moves = split is not None
     mesh = build.build_allocation(config, split).learner if moves else build.build_mesh(config)
@@ -213,7 +213,7 @@ def _prepare_rollout(
     context: RunContext, model: Model, learner: OwnLearner, split: DeviceSplit | None, allocation: Allocation,
     channel: PlacedChannel,
 ) -> BuildRollout:  # fmt: skip
-    """Returns what builds the engines of this process with a version."""
+    """Returns a function that builds the engines of this process with a version."""
     config, decoder, start = context.config, model.decoder, context.start
 
     def build_rollout(published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor) -> Rollout:
@@ -237,9 +237,9 @@ def _prepare_rollout(
 
 
 def _compile(start: StartProgress, learner: OwnLearner, compile_rollout: Callable[[], int]) -> int:
-    """Compiles what trains and what generates side by side: XLA compiles a program on one core for the most part.
+    """Compiles the programs of learner and engines in parallel: XLA mostly uses one core per program.
 
-    The learner's programs are compiled on a thread of their own, in order; followers do the same.
+    The learner's programs are compiled on a separate thread, in order; followers do the same.
     """
     start.begin('compiling what trains and generates:')
     with concurrent.futures.ThreadPoolExecutor(1, AHEAD) as ahead:
@@ -249,7 +249,7 @@ def _compile(start: StartProgress, learner: OwnLearner, compile_rollout: Callabl
 
 
 def _compile_generation(start: StartProgress, learner: OwnLearner, compile_rollout: Callable[[], int]) -> int:
-    """Compiles what generates: an evaluation comes first, and the learner's programs are compiled beside it."""
+    """Compiles the engines' programs for the evaluation that comes first; the learner's compile during it."""
     start.begin('compiling what generates:')
     generated = compile_rollout()
     assert isinstance(learner, SpmdLearner)
@@ -267,7 +267,7 @@ async def _finish_compiling(start: StartProgress, learner: OwnLearner, clock: Lo
 
 
 def _describe_engines(config: TrackedConfig, learner: OwnLearner, split: DeviceSplit | None) -> EngineFacts:
-    """Bytes are of shapes, programs of the learner, and the copy for a checkpoint, which a CPU does not need."""
+    """Describes memory and devices; bytes cover shapes, learner programs, and off CPU the copy for a checkpoint."""
     memory, allocation = measure_parts(config_dict.ConfigDict(config.as_dict())), build.build_allocation(config, split)
     if config.checkpoint.every and jax.default_backend() != 'cpu':
         memory = memory | {'copy for a checkpoint': memory.get('optimizer', 0)}
@@ -278,7 +278,7 @@ def _describe_engines(config: TrackedConfig, learner: OwnLearner, split: DeviceS
 
 
 def _find_final_weights(learner: OwnLearner, channel: PlacedChannel, steps: int) -> tuple[Params, str]:
-    """Those of the last version; from its files where no process has them all."""
+    """Returns the weights of the last version, from its files if no process has all of them, and their digest."""
     weights = learner.publish(steps)
     if is_shared(weights):
         assert isinstance(channel, FilesChannel)
@@ -286,11 +286,11 @@ def _find_final_weights(learner: OwnLearner, channel: PlacedChannel, steps: int)
     return weights, weights_sha256(weights)
 
 
-# The export, where `dtype` is not ''.
+# The export, if `dtype` is not ''.
 
 
 def _export(context: RunContext, model: Model, dtype: str, weights: Tree, digest: str) -> None:
-    """Of weights that engines got in a lower precision, or with a critic, the checkpoint has what is exported."""
+    """Exports the weights; from the checkpoint if they are in a lower precision or there is a critic."""
     if not dtype:
         return
     steps, announce = context.config.run.steps, context.start.count_bytes
@@ -317,9 +317,9 @@ def _complete_export(context: RunContext, dtype: str) -> None:
 
 
 def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> SpmdLearner | CommandLeader:
-    """The learner of the whole run for process 0, once all followers are there and see its `workdir`.
+    """Returns the learner of the whole run for process 0, once all followers are there and see its `workdir`.
 
-    Raises CommandError where one does not come.
+    Raises CommandError if a follower does not come.
     """
     distributed = config.distributed
     if parse_learner(config.cluster.learner).processes == 1:
@@ -330,5 +330,5 @@ def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> 
         rendezvous.meet(deadline_s)
     followers = invite(host, workdir, digest_config(config.as_dict()), deadline_s)
     leader = CommandLeader(learner, Peers(followers, deadline_s=deadline_s))
-    atexit.register(leader.close)  # also where the run ends before it trains: jax's own waits for the followers
+    atexit.register(leader.close)  # also if the run ends before it trains: jax's own handler waits for the followers
     return leader

@@ -1,4 +1,4 @@
-"""Replay: a run of the real clock once more, from its config and its log, with every event and weight compared.
+"""Replays a run of the real clock from its config and its log, and compares every event and weight.
 
 Each start of the program is replayed as it was: the first from update 0, the others from the checkpoints that the
 replay itself writes at the same events. control/clocks/virtual.py has the clock.
@@ -55,16 +55,16 @@ _QUIET = {
     'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.hook': '', 'telemetry.profile_steps': (),
     'telemetry.tracker': 'none', 'telemetry.project': '', 'telemetry.energy': 'off', 'run.export': False,
 }  # fmt: skip
-_FORMS = {SCHEDULE: 'trace({})', PLAN: 'plan({})'}  # of a field that says more than a path
-Paths = Mapping[str, str]  # where the files of a config field lie here: {'task.path': 'data/train.jsonl'}
+_FORMS = {SCHEDULE: 'trace({})', PLAN: 'plan({})'}  # of a field whose value is more than a path
+Paths = Mapping[str, str]  # local path of each config field's file: {'task.path': 'data/train.jsonl'}
 
 
 class Outcome(TypedDict):
-    """What a replay found; everything was equal."""
+    """The result of a replay in which everything was equal."""
 
     events: int
     starts: int
-    finished: bool  # as the run
+    finished: bool  # like the run
     ended: str  # how an unfinished run ended, in words; '' for a finished one
     weights_sha256: str | None  # None: the run has not finished; the events hold the digest of every version
 
@@ -72,7 +72,7 @@ class Outcome(TypedDict):
 def build_replay(
     config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
 ) -> Run[Loop]:
-    """One start of a run, in the order of its log."""
+    """Builds one start of a run, in the order of its log."""
 
     def build(context: RunContext) -> Built[Loop]:
         make_clock, sandbox = functools.partial(_build_clock, recording), start.get('sandbox')
@@ -88,7 +88,7 @@ def build_replay(
 
 
 def _load_model(context: RunContext, weights: DataFile | None) -> Model:
-    """Loads the weights that the run began from; raises UserError for others."""
+    """Loads the weights that the run began from; raises UserError for other weights."""
     model = load_model(context)
     if weights and model.source is not None and sample_digest(model.source) != weights['sha256']:
         raise UserError(
@@ -118,7 +118,7 @@ def replay(run: RecordedRun, out: pathlib.Path, paths: Paths, say: Callable[[str
     """Replays the run into the directory `out`, which must be new or empty.
 
     Args:
-      paths: where files lie that the config names elsewhere.
+      paths: paths of files that are not where the config says.
       say: called with each sentence for the user.
 
     Raises ReplayError for the first event that differs, with its line; UserError for a run that cannot be replayed.
@@ -139,7 +139,7 @@ def replay(run: RecordedRun, out: pathlib.Path, paths: Paths, say: Callable[[str
 
 
 def require_replayable(run: RecordedRun) -> None:
-    """Raises UserError for a run whose numbers its log does not determine, or need not."""
+    """Raises UserError for a run whose log does not determine its numbers, or that needs no log to be repeated."""
     values, where = run.config, run.name
     if not find_objective(values.get('loss', {}).get('objective', DECOUPLED_PPO.name)).generates:
         raise UserError(f'{where}: supervised training has no event log; the same command repeats it')
@@ -157,7 +157,7 @@ def require_replayable(run: RecordedRun) -> None:
 
 
 def describe_environment(run: RecordedRun, starts: Sequence[Start]) -> list[str]:
-    """One sentence for what is another one here than where the run was made: environment and own functions."""
+    """Returns one sentence about differences from the original run, in environment and own functions."""
     here = read_environment()
     found = [difference for start in starts for difference in describe_differences(start['environment'], here)]
     own = load_own_code(restore_config(starts[-1]['config'], run.where(STARTS))) if run.own_code else {}
@@ -173,7 +173,7 @@ def describe_environment(run: RecordedRun, starts: Sequence[Start]) -> list[str]
 
 
 def _split(run: RecordedRun) -> list[_Part]:
-    """The starts with their events; one that was killed before it began to compile has none to replay."""
+    """Returns the starts with their events; a start that was killed before it compiled has nothing to replay."""
     firsts = find_starts(run.events)
     noted = {start['seq']: start for start in run.starts}
     ends = [*firsts[1:], len(run.events)]
@@ -193,7 +193,7 @@ def _split(run: RecordedRun) -> list[_Part]:
 
 
 def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.ConfigDict:
-    """The config of a start, with its files where they lie here; raises UserError for one that is missing or other."""
+    """Returns the config of a start with the local paths; raises UserError for a missing or different file."""
     config = restore_config(start['config'], run.where(STARTS))
     for field, path in paths.items():
         if field not in (TASK, SCHEDULE, PLAN, MODEL):
@@ -215,7 +215,7 @@ def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.Config
 def _replay_part(
     run: RecordedRun, part: _Part, config: config_dict.ConfigDict, out: pathlib.Path, *, is_last: bool
 ) -> Outcome:
-    """Replays one start; raises ReplayError where it differs from its log."""
+    """Replays one start; raises ReplayError if it differs from its log."""
     end, error_event = _cut_error(run.events, part)
     recording = Recording(run.events, part.first, end, run.where(EVENTS))
     raised: BaseException | None = None
@@ -246,7 +246,7 @@ def _conclude(
     error_event: ErrorEvent | None,
     out: pathlib.Path,
 ) -> Outcome:
-    """Compares how the last start ended, and its weights."""
+    """Compares the end of the last start, and its weights."""
     end = recording.end
     if run.weights_sha256 is not None:
         if error_event is not None:
@@ -257,7 +257,7 @@ def _conclude(
                 f'{run.where(EVENTS)} ends with line {end}, and the replay goes on{further}: its last lines were lost'
             )
     if report is None or error_event is not None or recording.beyond is not None:
-        truncate_events(out / EVENTS, end)  # what the replay did at the end of the log, before it waited
+        truncate_events(out / EVENTS, end)  # events that the replay wrote after the end of the log, before it waited
         how = 'the run was stopped or killed there'
         if error_event is not None:
             how = f'the run ended there with {error_event["message"]}'
@@ -271,11 +271,11 @@ def _conclude(
 
 
 def _cut_error(events: Sequence[Event], part: _Part) -> tuple[int, ErrorEvent | None]:
-    """(end, the event `error` with which the start ended, or None): what ended it may have come from outside."""
+    """Returns (end, the event `error` that ended the start, or None); its cause may have come from outside."""
     last = events[part.end - 1]
     return (part.end - 1, last) if last['kind'] == 'error' else (part.end, None)
 
 
 def _message(error: BaseException) -> str:
-    """As the loop logs it."""
+    """Returns the message of an error, in the form that the loop logs."""
     return f'{type(error).__name__}: {error}'

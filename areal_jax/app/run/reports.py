@@ -1,4 +1,4 @@
-"""Reports of runs: of supervised training, of a workdir made again, and what is printed at the end."""
+"""Writes reports of supervised training, rebuilds the report of a workdir, and prints the end of a run."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from areal_jax.telemetry.trackers import FIELD as TRACKER
 
 
 def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: int) -> dict[str, float | None]:
-    """Seconds an update of 'generate' (the busiest engine) and 'train'.
+    """Returns the seconds per update of 'generate' (the busiest engine) and 'train'.
 
     The cost per unit (token, step) of each kind of work is its median over the intervals during which all other engines
     and the learner were idle, and at most the median of all intervals. The result is that cost times the work done in
     the window, per update; None for a lane with a kind of work that never ran alone.
     """
-    # calls to a server overlap, and what they cost it is not known here
+    # calls to a server overlap, and the server's own cost is not known here
     engines = [i for i in intervals if is_engine_lane(i.lane) and i.work != 'generate']
     learner = [i for i in intervals if i.lane == LEARNER]
     own = _own_costs(engines, learner), _own_costs(learner, engines)
@@ -69,10 +69,10 @@ def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: in
 
 
 def _own_costs(own: Sequence[LaneInterval], other: Sequence[LaneInterval]) -> dict[str, float]:
-    """Seconds per unit, by kind of work; without the kinds that never ran alone.
+    """Returns seconds per unit, by kind of work; without the kinds that never ran alone.
 
-    At most the median of all intervals of the kind: what else runs can only take time. So a checkpoint's snapshot,
-    which alone runs while engines are idle, does not become the price of every publication's.
+    A cost is at most the median of all intervals of its kind: other work can only slow it down. So the snapshot of a
+    checkpoint, the only publication while engines are idle, does not set the price of every publication.
     """
     alone: dict[str, list[float]] = {}
     everywhere: dict[str, list[float]] = {}
@@ -100,7 +100,7 @@ def _seconds(lane: Sequence[LaneInterval], costs: dict[str, float], within: Wind
 
 
 class _ByStart:
-    """Intervals in the order of their starts, each with the latest end up to it, of any lane and of any other lane."""
+    """Intervals by start, each with the latest end so far in any lane and in any other lane."""
 
     def __init__(self, intervals: Sequence[LaneInterval]):
         ordered = sorted(intervals, key=lambda interval: interval.start)
@@ -125,14 +125,14 @@ class _ByStart:
         return interval.start < (of_another if lane == interval.lane else end)
 
 
-# What training on given data prints and reports of a batch and of held-out data, for demonstrations and for pairs.
+# Text that training on given data prints for a batch and for held-out data, for demonstrations and for pairs.
 
 
 _OF_BATCH = ('loss/pair_accuracy', 'loss/margin', 'loss/value')
 
 
 def describe_held_out(step: int, measured: Mapping[str, float]) -> str:
-    """'held-out nll after 20 updates: 0.1234 nats a token', or the accuracy of pairs."""
+    """Returns 'held-out nll after 20 updates: 0.1234 nats a token', or the accuracy of pairs."""
     if 'nll' in measured:
         return f'held-out nll after {step} updates: {measured["nll"]:.4f} nats a token'
     return (
@@ -142,14 +142,14 @@ def describe_held_out(step: int, measured: Mapping[str, float]) -> str:
 
 
 def describe_update(values: Mapping[str, float]) -> str:
-    """'nll 1.2345', or 'loss 0.6931 accuracy 0.50' of pairs, of the batch of an update."""
+    """Returns 'nll 1.2345', or 'loss 0.6931 accuracy 0.50' for pairs, of the batch of an update."""
     if 'loss/pair_accuracy' in values:
         return f'loss {values["loss/value"]:.4f} accuracy {values["loss/pair_accuracy"]:.2f}'
     return f'nll {values.get("loss/nll", float("nan")):.4f}'
 
 
 def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequence[Line]) -> list[str]:
-    """Lines of Markdown: accuracy, margin and loss of held-out pairs by update, and of the first and the last batch."""
+    """Returns Markdown lines: accuracy, margin, loss of held-out pairs by update, and of the first and last batch."""
     rows = [
         (f'held-out, after {step} updates', values['pair_accuracy'], values['margin'], values['preference_loss'])
         for step, values in held_out.items()
@@ -166,7 +166,7 @@ def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequenc
 
 
 def read_pairs_measured(metrics: Sequence[Line]) -> dict[int, dict[str, float]]:
-    """By update what metrics.jsonl has of held-out pairs."""
+    """Returns the measurements of held-out pairs in metrics.jsonl, by update."""
     found = (names.HELD_OUT_ACCURACY, names.HELD_OUT_MARGIN, names.HELD_OUT_LOSS, names.HELD_OUT_PAIRS)
     return {
         int(number(line, names.STEP) or 0): {
@@ -182,7 +182,7 @@ def read_pairs_measured(metrics: Sequence[Line]) -> dict[int, dict[str, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class SftFacts:
-    """What the run knows and metrics.jsonl does not; None where only the running program measures it."""
+    """Facts about the run that metrics.jsonl lacks; None if only the running program measures them."""
 
     config: str
     seed: int
@@ -204,8 +204,8 @@ class SftFacts:
     planned_steps: int | None = None  # run.steps
     finished: bool = True
     running: str | None = None  # unfinished: files.find_holder
-    missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
-    newest_checkpoint: int | None = None  # unfinished: its update; --resume goes on there
+    missing: Sequence[str] = ()  # unfinished: parts that the report lacks, in words
+    newest_checkpoint: int | None = None  # unfinished: its update; --resume continues there
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
     own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)  # as in RunFacts
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
@@ -214,12 +214,12 @@ class SftFacts:
     rollouts: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RolloutFacts; empty without them
 
     def save(self, workdir: pathlib.Path) -> None:
-        """Write WORKDIR/facts.json, all or nothing."""
+        """Writes WORKDIR/facts.json, all or nothing."""
         files.write_json(workdir / fact_file.FILE, plain(dataclasses.asdict(self)))
 
     @classmethod
     def load(cls, workdir: pathlib.Path) -> SftFacts:
-        """Read WORKDIR/facts.json; raises FileError for a file that is not whole."""
+        """Reads WORKDIR/facts.json; raises FileError for an incomplete file."""
         values = fact_file.read_facts(workdir, cls)
         for name in ('held_out_nll', 'held_out_pairs'):
             values[name] = {int(step): measured for step, measured in values.get(name, {}).items()}
@@ -320,20 +320,20 @@ def _what_ran(report: files.JsonObject, noun: str) -> str:
 
 
 def _format_nll(nll: float | None) -> str:
-    """Four decimals; '-' where it is missing or was not finite."""
+    """Returns four decimals; '-' if the value is missing or was not finite."""
     return '-' if nll is None else f'{nll:.4f}'
 
 
-# The report of a workdir, made again: of a run that finished, was stopped or was killed.
+# Rebuilds the report of a workdir: of a run that finished, was stopped or was killed.
 
 
-_CHECKPOINTS = 'checkpoints'  # as in run_directory.py, which imports jax
-Config = Mapping[str, object]  # as config.json has it: sections of fields
+_CHECKPOINTS = 'checkpoints'  # run_directory.CHECKPOINTS
+Config = Mapping[str, object]  # sections of fields, as in config.json
 Value = TypeVar('Value', str, int, float)
 
 
 class ReportError(UserError):
-    """A directory that holds no run, or a file of one that cannot be read; the message names it."""
+    """A directory without a run, or a file of a run that cannot be read; the message names it."""
 
 
 def rebuild_report(workdir: pathlib.Path, plots: bool) -> None:
@@ -350,7 +350,7 @@ def rebuild_report(workdir: pathlib.Path, plots: bool) -> None:
 
 
 def read_run(workdir: pathlib.Path) -> Run:
-    """A run with its report, made anew and not written. Raises as `rebuild_report`, and for supervised training."""
+    """Reads a run with a new report, not written. Raises like `rebuild_report`, and for supervised training."""
     config = _read_config(workdir)
     if _is_supervised(workdir, config):
         raise ReportError(
@@ -369,7 +369,7 @@ def _facts(workdir: pathlib.Path, config: Config) -> RunFacts:
 
 
 def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
-    """What config.json, the event log and the metrics know of a run that has not finished."""
+    """Returns the facts of an unfinished run, from config.json, the event log and the metrics."""
     schedule = _field(workdir, config, 'staleness.schedule', str)
     eta = float(_field(workdir, config, 'staleness.eta', float))
     events, scores = load_events(workdir / EVENTS), read_scores(workdir / EVALUATIONS)
@@ -401,14 +401,14 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
 
 
 class _Objective(TypedDict):
-    """The fields of facts that tell of the objective."""
+    """The fields of facts that describe the objective."""
 
     objective: str
     warnings: tuple[str, ...]
 
 
 def _describe_objective(config: Config) -> _Objective:
-    """From a config of this version or an earlier one, whose missing fields have their defaults."""
+    """Describes the objective of a config of this or an earlier version; missing fields get their defaults."""
     sections = default_config().to_dict()
     known = {name: fields | cast(dict[str, object], config.get(name, {})) for name, fields in sections.items()}
     c = types.SimpleNamespace(**{name: types.SimpleNamespace(**fields) for name, fields in known.items()})
@@ -416,7 +416,7 @@ def _describe_objective(config: Config) -> _Objective:
 
 
 class _Origin(TypedDict):
-    """The fields of facts that say where a run computes, known since its start."""
+    """The fields of facts about the machine and code of a run, known since its start."""
 
     git_commit: str | None
     versions: Mapping[str, str]
@@ -424,7 +424,7 @@ class _Origin(TypedDict):
 
 
 def _origin(workdir: pathlib.Path) -> _Origin:
-    """Of the newest start; nothing where the run was killed before it noted one."""
+    """Returns the origin of the newest start; empty if the run was killed before it noted a start."""
     starts = _read_starts(workdir)
     if not starts:
         return {'git_commit': None, 'versions': {}, 'hardware': {}}
@@ -439,7 +439,7 @@ def _read_starts(workdir: pathlib.Path) -> list[Start]:
 
 
 def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
-    """What config.json and the metrics know of supervised training that has not finished."""
+    """Returns the facts of unfinished supervised training, from config.json and the metrics."""
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     last = metrics[-1] if metrics else {}
     measured = [line for line in metrics if names.HELD_OUT_NLL in line]
@@ -463,7 +463,7 @@ def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
 
 
 def _missing(workdir: pathlib.Path, config: Config, scores: Mapping[str, EvaluationScores]) -> tuple[str, ...]:
-    """What the report of an unfinished asynchronous run lacks."""
+    """Lists the parts that the report of an unfinished asynchronous run lacks."""
     wanted = _field(workdir, config, 'evaluation.problems', int) > 0
     unscored = [
         f'{HELD_OUT_SCORES} {phase} training' for phase in ('before', 'after') if wanted and phase not in scores
@@ -472,7 +472,7 @@ def _missing(workdir: pathlib.Path, config: Config, scores: Mapping[str, Evaluat
 
 
 def _newest_checkpoint(workdir: pathlib.Path) -> int | None:
-    """Its update; None without one. Only names are read: a damaged one is found when the run resumes."""
+    """Returns its update; None without one. Only names are read: a damaged checkpoint is found on resuming."""
     steps = [re.match(r'step_(\d+)', path.name) for path in (workdir / _CHECKPOINTS).glob('step_*')]
     return max((int(step[1]) for step in steps if step), default=None)
 
@@ -489,7 +489,7 @@ def _read_config(workdir: pathlib.Path) -> Config:
 
 
 def _field(workdir: pathlib.Path, config: Config, path: str, kind: type[Value]) -> Value:
-    """The value of 'section.field'; a float may be written as an integer."""
+    """Returns the value of 'section.field'; a float may be written as an integer."""
     section, name = path.split('.')
     fields = config.get(section)
     value = fields.get(name) if isinstance(fields, dict) else None
@@ -501,20 +501,20 @@ def _field(workdir: pathlib.Path, config: Config, path: str, kind: type[Value]) 
     return cast(Value, value)
 
 
-# What a run leaves on a terminal at its end, eight lines, and in a pipe, the whole report; and an evaluation.
+# The output at the end of a run: eight lines on a terminal, the whole report in a pipe; and of an evaluation.
 
 
 def tell_end(report: Mapping[str, Any], workdir: pathlib.Path, *, whole: bool, follow: str = 'areal-eval') -> str:
-    """Returns what is printed at the end of a run.
+    """Returns the output at the end of a run.
 
     Args:
-      whole: the report itself, in Markdown, also on a terminal; the eight lines follow it there.
+      whole: on a terminal too, print the report itself, in Markdown, before the eight lines.
       follow: the command that is named as the next one; '' for none.
     """
     page = (workdir / PAGE).read_text()
     if not sys.stdout.isatty():
         return page
-    is_short = 'token_age' not in report  # of supervised and of preference training
+    is_short = 'token_age' not in report  # of supervised and preference training
     width = shutil.get_terminal_size().columns
     lines = [] if is_short else summarize_run(cast(Report, report), width)
     shown = next(file for name in (WEB_PAGE, PAGE) if (file := workdir / name).exists())
@@ -525,7 +525,7 @@ def tell_end(report: Mapping[str, Any], workdir: pathlib.Path, *, whole: bool, f
 
 
 def tell_results(table: str, file: pathlib.Path) -> str:
-    """Returns what is printed at the end of an evaluation: its table, its file, and on a terminal the next command."""
+    """Returns the output at the end of an evaluation: its table, its file, and on a terminal the next command."""
     lines = ['', table, str(file)]
     if sys.stdout.isatty():
         lines.append(f'{"next":<{LABEL}}{find_command("areal-rollouts")} {shlex.quote(str(file.parent))}')
@@ -533,6 +533,6 @@ def tell_results(table: str, file: pathlib.Path) -> str:
 
 
 def _name_next(program: str, config: str, workdir: pathlib.Path) -> str:
-    """The command that evaluates the weights of the run, as this shell finds it."""
+    """Returns the command that evaluates the weights of the run, in the form that this shell finds."""
     flags = {'config': config, 'model': str(workdir), 'workdir': f'{workdir}_eval'}
     return ' '.join([find_command(program), *(f'--{name}={shlex.quote(value)}' for name, value in flags.items())])

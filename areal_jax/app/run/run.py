@@ -1,6 +1,6 @@
-"""One run from a config to its report: built, run, reported, exported, and freed. Nothing here imports jax.
+"""Builds, runs, reports, exports and frees one run. Nothing here imports jax.
 
-A kind of run is a table entry whose function builds two things: where the learner is (a site), and the program.
+A kind of run is a table entry whose function builds two parts: the site of the learner, and the program.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ Part = TypeVar('Part', bound=Closable)
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a resumed run goes on from."""
+    """The state from which a resumed run continues."""
 
     step: int
-    arrays: Tree  # by name: trees of the learner, and what else a kind of run has saved
+    arrays: Tree  # by name: trees of the learner, and other trees that this kind of run has saved
     state: State
 
     @property
     def of_learner(self) -> Tree:
-        """What Learner.restore takes."""
+        """The arrays that Learner.restore takes."""
         return {name: self.arrays[name] for name in ('params', 'optimizer')}
 
 
@@ -109,7 +109,7 @@ class CommonFacts(TypedDict):
 
 
 class RunContext:
-    """The workdir of one run, and what is open in it.
+    """The workdir of one run, and its open resources.
 
     Each part of a run that holds a file, a thread, a process or a connection is put onto `parts` when it is acquired.
     `close` frees them in reverse order, all of them even if one fails.
@@ -118,7 +118,7 @@ class RunContext:
       config: validated, as an experiment file gives it, overrides applied.
       workdir: the directory for everything that the run writes.
       own_code: the user's own functions that the config names.
-      resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
+      resume: continue from the newest checkpoint in the workdir, or start at update 0 if there is no checkpoint.
       source: where the config came from, for the report.
       overrides: the fields that the command line sets; one that the run does not use is refused.
       interrupts: asks the run to stop; None = it is never asked.
@@ -139,7 +139,7 @@ class RunContext:
         self.config = TrackedConfig(settle_config(config, workdir, overrides, resume=resume), overrides)
         self.resume, self.interrupts = resume, interrupts
         self._source, self._own_code, self._started = source, own_code, time.monotonic()
-        # what failed at the end, raised when all else is done: the last checkpoint, the export, the token ledger
+        # a failure at the end, raised after everything else: of the last checkpoint, the export, the token ledger
         self.unsaved: Exception | None = None
         self.finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
@@ -152,7 +152,7 @@ class RunContext:
         self.parts = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Locks and prepares the workdir, and starts to count what the run uses."""
+        """Locks and prepares the workdir, and starts to measure the resources that the run uses."""
         lock = DirectoryLock(self.workdir)
         self.parts.callback(lock.release)
         prepare_workdir(self.workdir, self.config.as_dict(), resume=self.resume)
@@ -165,11 +165,11 @@ class RunContext:
         self.parts.callback(self.start.end)
 
     def close(self) -> None:
-        """Frees processes, threads and files. Nothing the second time."""
+        """Frees processes, threads and files. A second call does nothing."""
         self.parts.close()
 
     def own(self, part: Part) -> Part:
-        """Puts a part onto the stack."""
+        """Puts a part onto the stack, and returns it."""
         self.parts.callback(part.close)
         return part
 
@@ -194,7 +194,7 @@ class RunContext:
         return metrics
 
     def open_rollouts(self, step: int, decode: Decode) -> RolloutWriter | None:
-        """Opens WORKDIR/rollouts, without the updates after `step`; None where telemetry.rollouts is '0'."""
+        """Opens WORKDIR/rollouts, without the updates after `step`; None if telemetry.rollouts is '0'."""
         kept = self.config.telemetry.rollouts
         if kept.isdigit() and int(kept) == 0:
             return None
@@ -203,7 +203,7 @@ class RunContext:
         return self.rollouts
 
     def require_all_read(self) -> None:
-        """To be called when every field that the run uses has been read."""
+        """Raises if a field was not read; to be called after all fields that the run uses have been read."""
         self.config.require_all_read()
         self._idle_fields = self.config.idle_fields()
 
@@ -220,7 +220,7 @@ class RunContext:
         return self.interrupts is not None and self.interrupts.ends_process
 
     def read_checkpoint(self) -> Checkpoint | None:
-        """The newest one of a resumed run; None where the run starts at update 0."""
+        """Reads the newest checkpoint of a resumed run; None if the run starts at update 0."""
         if not self.resume:
             return None
         if self._store.latest() is None:
@@ -229,15 +229,16 @@ class RunContext:
         return Checkpoint(*self._store.restore_latest())
 
     def go_on(self, step: int) -> None:
-        """Adapts the workdir to a run that goes on after update `step`."""
+        """Prepares the workdir for a run that continues after update `step`."""
         continue_run(self.workdir, self.config.as_dict(), step)
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
         if step == self.config.run.steps:
             self.finished = read_report(self.workdir, step)
 
     def save(self, step: int, arrays: Tree, state: State, followers: Sequence[Follower]) -> None:
-        """Writes a checkpoint and empties `arrays`. After the last update a failure is kept for the end: the report
-        comes first."""
+        """Writes a checkpoint and empties `arrays`. A failure after the last update is kept for the end: the report
+        comes first.
+        """
         try:
             self._store.save(step, arrays, state, followers, consume=True)
         except CheckpointError as error:
@@ -246,7 +247,7 @@ class RunContext:
             self.unsaved = describe_unsaved(error, self.workdir)
 
     def describe(self, hardware: Hardware) -> CommonFacts:
-        """The facts that every kind of run has; `hardware` is where it computes."""
+        """Returns the facts that every kind of run has; `hardware` describes the run's devices."""
         return {
             'config': self._source,
             'seed': self.config.run.seed,
@@ -265,19 +266,19 @@ class RunContext:
         }
 
 
-# The learner of a run that keeps answers: hands some groups of every update to the writer. No jax here.
+# The learner of a run that keeps answers: passes some groups of every update to the writer. No jax here.
 
 
 ReadTokens = Callable[[Sequence[int]], Sequence[Sequence[TokenArrays]]]  # RunLearner.read_tokens
 
 
 def keep_rollouts(learner: Learner, read_tokens: ReadTokens, rollouts: RolloutWriter | None) -> Learner:
-    """The learner itself where nothing is kept."""
+    """Wraps the learner; returns the learner itself if no answers are kept."""
     return learner if rollouts is None else _KeepingLearner(learner, read_tokens, rollouts)
 
 
 class _KeepingLearner(LearnerAround):
-    """What it hands over it changes by no bit."""
+    """Passes updates through unchanged, bit for bit, and writes the answers that `rollouts` selects."""
 
     def __init__(self, learner: Learner, read_tokens: ReadTokens, rollouts: RolloutWriter):
         super().__init__(learner)
@@ -290,14 +291,14 @@ class _KeepingLearner(LearnerAround):
         return metrics
 
 
-# Where the learner of a run is, in three steps. Each is made of the one before it, so that no call can come too early:
-# a Site has the learner with its weights, a LoopSite what carries them to engines, a Rollout engines that have them.
+# The site of a run's learner, in three steps. Each needs the one before it, so that no call can come too early:
+# a Site has the learner with its weights, a LoopSite the channel to the engines, a Rollout engines with weights.
 #
-# own_site.py: in this process. controller_role.py: in other processes. simulated_site.py: nowhere.
+# own_site.py: in this process. controller_role.py: in other processes. simulated_site.py: no learner at all.
 
 
 class ModelText(Protocol):
-    """What a run needs of a model outside its learner."""
+    """The properties of a model that a run needs outside its learner."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -307,13 +308,13 @@ class ModelText(Protocol):
 
     @property
     def source(self) -> pathlib.Path | None:
-        """File or directory of the weights; None = drawn."""
+        """The file or directory of the weights; None = drawn."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteModel:
-    """What a process without a learner knows of the model: ModelText."""
+    """The model in a process without a learner; implements ModelText."""
 
     tokenizer: Tokenizer
     source: pathlib.Path | None
@@ -321,7 +322,7 @@ class RemoteModel:
 
 
 class NoCompilations:
-    """Compilations of a process that compiles nothing."""
+    """Counts the compilations of a process that compiles nothing."""
 
     count = 0
 
@@ -329,11 +330,11 @@ class NoCompilations:
 
 
 class RunLearner(Learner, Protocol):
-    """The learner of a whole run, wherever its processes are."""
+    """The learner of a whole run, on one or several processes."""
 
     @property
     def followers(self) -> Sequence[Follower]:
-        """Processes that write shards of a checkpoint of their own."""
+        """Processes that each write their own shards of a checkpoint."""
         ...
 
     def warm_up(self) -> int:
@@ -341,15 +342,15 @@ class RunLearner(Learner, Protocol):
         ...
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
-        """Tokens that an update of these groups reads."""
+        """Returns the number of tokens that an update of these groups reads."""
         ...
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
-        """What the last update knew of the tokens of these draws, before `publish`; see SpmdLearner."""
+        """Returns the token values of these draws in the last update, before `publish`; see SpmdLearner."""
         ...
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        """float32 [A]: log-probs of an answer under the weights of a version; None where it has others by now."""
+        """Returns float32 [A]: log-probs of an answer under that version; None if the learner no longer has it."""
         ...
 
 
@@ -357,7 +358,7 @@ LearnerT = TypeVar('LearnerT', bound=RunLearner, covariant=True)
 
 
 class EngineFacts(TypedDict):
-    """The fields of RunFacts that say what engines and learner compute on."""
+    """The fields of RunFacts about the devices of engines and learner."""
 
     memory_parts: Mapping[str, int]
     lanes_own_devices: bool
@@ -369,13 +370,13 @@ class Moves(NamedTuple):
     """Devices that move between the learner and the engines of this process."""
 
     site: DeviceSite
-    split: DeviceSplit  # as the run begins
+    split: DeviceSplit  # at the start of the run
     rates_of: Callable[[DeviceSplit], DeviceRates]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Who generates: a pool, and its engines if they are in this process."""
+    """A pool that generates, and its engines if they are in this process."""
 
     pool: Pool
     engines: Sequence[LocalEngine] = ()
@@ -398,35 +399,35 @@ class LocalEngines:
 
 @dataclasses.dataclass(frozen=True)
 class LoopSite:
-    """What the asynchronous loop needs beside the learner that is built."""
+    """The parts that the asynchronous loop needs in addition to the built learner."""
 
     channel: Channel
-    rates: DeviceRates  # as the run begins
-    compile: Callable[[Callable[[], int]], int]  # what the run needs first, with Rollout.compile; returns the number
-    describe_engines: Callable[[DeviceSplit | None], EngineFacts]  # of the split in use, where devices move
+    rates: DeviceRates  # at the start of the run
+    compile: Callable[[Callable[[], int]], int]  # the programs needed first, with Rollout.compile; returns the number
+    describe_engines: Callable[[DeviceSplit | None], EngineFacts]  # of the split in use, if devices move
     local: LocalEngines | None = None  # None: engines decode in other processes
-    finish_compiling: Callable[[LoopClock], Awaitable[None]] | None = None  # what was not yet needed
+    finish_compiling: Callable[[LoopClock], Awaitable[None]] | None = None  # compiles the other programs
     find_devices: Callable[[], UsedDevices | None] = lambda: None  # None: some are in other processes
-    # the weights after the last update, as engines have them, and the digest that the report gives them
+    # the weights after the last update, in the engines' form, and their digest for the report
     find_final_weights: Callable[[], tuple[Tree, str]] = lambda: (None, '')
     close_learner: Callable[[], None] = lambda: None  # after the report of a finished run
-    awaited_engines: int = 0  # in other processes that must serve before the run starts: for training,
+    awaited_engines: int = 0  # engines in other processes that must serve before the run starts: for training,
     awaited_beside: int = 0  # and for evaluation
 
 
 @dataclasses.dataclass(frozen=True)
 class Site(Generic[LearnerT]):
-    """The learner of a run, with the checkpoint's weights or else the model's, and what is done where it is."""
+    """The learner of a run, with the checkpoint's or else the model's weights, and functions for its place."""
 
     model: ModelText
     learner: LearnerT
     compilations: Compilations
-    open_loop: Callable[[], LoopSite]  # once, by a run that is trained by the asynchronous loop
-    devices: Sequence[str] | None = None  # names of the learner's; None: jax knows them in this process
-    trace: Callable[[Learner], Learner] = lambda learner: learner  # the updates that telemetry.profile_steps names
-    # writes WORKDIR/export of final weights and their digest; a failure is kept for the end, the results are written
+    open_loop: Callable[[], LoopSite]  # called once, by a run of the asynchronous loop
+    devices: Sequence[str] | None = None  # names of the learner's devices; None: jax knows them in this process
+    trace: Callable[[Learner], Learner] = lambda learner: learner  # traces the updates of telemetry.profile_steps
+    # writes WORKDIR/export of final weights and their digest; a failure is kept for the end, after the results
     export: Callable[[Tree, str], None] = lambda weights, digest: None
-    # writes the export of a finished run where it is missing, after a kill or on a disk that was full
+    # writes the export of a finished run if it is missing, after a kill or because the disk was full
     complete_export: Callable[[], None] = lambda: None
 
 
@@ -437,9 +438,9 @@ def restore_learner(
     broken: type[Exception],
     other: type[Exception],
 ) -> None:
-    """Brings the weights of a checkpoint into the learner of a run that goes on.
+    """Restores the weights of a checkpoint into the learner of a resumed run.
 
-    Raises CheckpointError where it raises `broken` for numbers, or `other` for shapes that are not the model's.
+    Raises CheckpointError if `restore` raises `broken` (bad numbers) or `other` (shapes that differ from the model's).
     """
     if checkpoint is None or context.finished is not None:
         return
@@ -452,7 +453,7 @@ def restore_learner(
 
 
 def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSplit | None:
-    """The one that a run begins with, or goes on with; None where devices do not move."""
+    """Returns the split with which a run begins or resumes; None if devices do not move."""
     if not build.moves_devices(config):
         return None
     saved = None if checkpoint is None else checkpoint.state.get('reallocation')
@@ -463,17 +464,17 @@ def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSp
 
 
 def require_sound(config: config_dict.ConfigDict) -> None:
-    """Raises UserError for a config against its rules, for a package that it needs, and for an unknown task."""
+    """Raises UserError for a config that breaks its rules, for a missing package, and for an unknown task."""
     validate(config)
     require_extras(config)
     require_known(config.task.name)
 
 
 class Program(Protocol):
-    """What a run does once it is built."""
+    """The work of a run after it is built."""
 
     def run(self) -> bool:
-        """Makes all updates (True), or the updates up to a requested stop, which is saved (False)."""
+        """Makes all updates (True), or the updates up to a requested stop, then saves (False)."""
         ...
 
     def report(self) -> tuple[Report, Tree]:
@@ -481,25 +482,25 @@ class Program(Protocol):
         ...
 
     def scores_of(self, phase: str) -> Line:
-        """The evaluation 'before' or 'after' training as a row of metrics; empty without one."""
+        """Returns the evaluation 'before' or 'after' training as a row of metrics; empty without one."""
         ...
 
 
 ProgramT = TypeVar('ProgramT', bound=Program)
-Built: TypeAlias = tuple[Site[RunLearner], ProgramT | None]  # None where a resumed run has nothing left to do
+Built: TypeAlias = tuple[Site[RunLearner], ProgramT | None]  # None if a resumed run has nothing left to do
 
 
 @dataclasses.dataclass(frozen=True)
 class RunKind(Generic[ProgramT]):
-    """How a run of one kind is built."""
+    """The functions that check and build a run of one kind."""
 
-    require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError for what cannot run here
-    warn: Callable[[config_dict.ConfigDict], None]  # says on stderr what is probably a mistake
+    require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError for a config that cannot run here
+    warn: Callable[[config_dict.ConfigDict], None]  # prints probable mistakes to stderr
     build: Callable[[RunContext], Built[ProgramT]]
 
 
 class Run(Generic[ProgramT]):
-    """The constructor builds all parts; `train` runs them and frees them.
+    """A run. The constructor builds all parts; `train` runs them and frees them.
 
     All parts are freed when building fails, when `train` ends, and by `close`. A run that is not trained must be
     closed; it is a context manager.
@@ -510,7 +511,7 @@ class Run(Generic[ProgramT]):
       workdir: the directory for everything that the run writes.
       resume, source, overrides, interrupts: see RunContext.
 
-    Raises UserError for what the user can mend.
+    Raises UserError for errors that the user can fix.
     """
 
     def __init__(
@@ -539,16 +540,16 @@ class Run(Generic[ProgramT]):
 
     @property
     def program(self) -> ProgramT:
-        """What the run does; raises RuntimeError for a finished run, which has nothing left to do."""
+        """The program of the run; raises RuntimeError for a finished run, which has nothing left to do."""
         if self._program is None:
             raise RuntimeError(f'the run in {self.context.workdir} has finished')
         return self._program
 
     def train(self) -> Report | None:
-        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved), and free all parts.
+        """Runs to the end (the report) or to a requested stop (None; the checkpoint is saved), and frees all parts.
 
-        Raises CheckpointError, after the report is written, where the checkpoint after the last update failed, and
-        UserError where the export did.
+        Raises CheckpointError, after the report is written, if the checkpoint after the last update failed, and
+        UserError if the export failed.
         """
         context = self.context
         with self:
@@ -558,11 +559,11 @@ class Run(Generic[ProgramT]):
             discard_facts(context.workdir)
             finished = self.program.run()
             if context.hook:
-                context.hook.close()  # before the report, which counts what became of the rows
+                context.hook.close()  # before the report, which counts the delivered rows
             if context.feed:
                 context.feed.drain()
             if context.rollouts:
-                context.rollouts.close()  # the report counts and shows what is written
+                context.rollouts.close()  # the report counts and shows the written rollouts
             report = None
             if finished:
                 report, weights = self.program.report()
@@ -583,7 +584,7 @@ class Run(Generic[ProgramT]):
             context.feed.stop()
 
     def close(self) -> None:
-        """Frees processes, threads and files; all of them, even if one fails. Nothing the second time."""
+        """Frees processes, threads and files; all of them, even if one fails. A second call does nothing."""
         self.context.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The run of supervised and of preference training: build, warm up, then draw, update, measure, save."""
+"""Runs supervised and preference training: build, warm up, then draw, update, measure, save."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_training(context: RunContext) -> Built[SftTraining]:
 
 
 class SftTraining:
-    """Training on what is given, demonstrations or pairs of answers; see run.Program.
+    """Training on given data, demonstrations or pairs of answers; see run.Program.
 
     It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
     """
@@ -101,7 +101,7 @@ class SftTraining:
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 
     def scores_of(self, phase: str) -> Line:
-        """None: held-out likelihood is a metric of every row."""
+        """Returns an empty row: held-out likelihood is already a metric of every row."""
         return {}
 
     def _describe_demonstrations(self) -> None:
@@ -111,7 +111,7 @@ class SftTraining:
         print(f'{self._noun}: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
 
     def _make_updates(self) -> bool:
-        """Updates up to the last (True) or to a requested stop, saved (False)."""
+        """Makes updates up to the last (True) or to a requested stop, then saves (False)."""
         if self.step == 0 and not self._measured:
             self._evaluate()
         self._first_step = self.step
@@ -155,7 +155,7 @@ class SftTraining:
             print(self._progress(values), flush=True)
 
     def _evaluate(self) -> dict[str, float]:
-        """What is measured under the weights as they are."""
+        """Measures the current weights on held-out data; returns the metrics."""
         if not self._held_out:
             return {}
         measured = self.learner.evaluate(self._held_out)

@@ -1,1 +1,1 @@
-"""Given answers to the problems of a task, scored without a model."""
+"""Scores given answers to the problems of a task, without a model."""

@@ -1,4 +1,4 @@
-"""The files of areal-score: problems by what names them, given answers, and their scores."""
+"""The files of areal-score: identified problems, given answers, and their scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 80  # characters of a value in a message
 
 
 class ProblemIndex:
-    """All problems of a task, those of both sides, with the fields that may name them."""
+    """All problems of a task, from both sides, with the fields that may identify them."""
 
     def __init__(self, task: Task, seed: int):
         self.task = task.name
@@ -41,12 +41,12 @@ class ProblemIndex:
                     places.setdefault(_spell(prompt.problem[field]), []).append(place)
 
     def find(self, record: JsonObject, where: str) -> tuple[int, JsonObject]:
-        """(place of the problem in `prompts`, the fields that name it).
+        """Returns (place of the problem in `prompts`, the fields that identify it).
 
-        A record names it by its question, by its ids where the problems have such, or by the whole `problem`. All that
-        it gives must fit; of a whole problem, other fields count only where several problems have its question.
+        A record identifies it by its question, by its ids if the problems have ids, or by the whole `problem`. All
+        given fields must fit; next to a whole problem, other fields count only if several problems have its question.
 
-        Raises FileError, naming `where`, where no problem fits, or more than one.
+        Raises FileError, naming `where`, if no problem fits, or more than one.
         """
         whole = record.get('problem')
         given = self._names_in(whole if isinstance(whole, dict) else record)
@@ -66,13 +66,13 @@ class ProblemIndex:
         return found[0], given
 
     def digest(self) -> str:
-        """SHA-256 of all problems, whatever their order."""
+        """Returns the SHA-256 of all problems, independent of their order."""
         own = sorted(hashlib.sha256(_spell(dict(prompt.problem)).encode()).digest() for prompt in self.prompts)
         return hashlib.sha256(b''.join(own)).hexdigest()
 
     @functools.cached_property
     def _wholes(self) -> dict[str, list[int]]:
-        """Places by the whole problem."""
+        """The places by the whole problem."""
         found: dict[str, list[int]] = {}
         for place, prompt in enumerate(self.prompts):
             found.setdefault(_spell(dict(prompt.problem)), []).append(place)
@@ -105,7 +105,7 @@ class ProblemIndex:
 
 
 def list_prompts(task: Task, seed: int) -> list[Prompt]:
-    """Every problem once; prompts are tokenized only where a scorer may ask for their text."""
+    """Returns every problem once; prompts are tokenized only if a scorer may ask for their text."""
     if isinstance(task, ListedTask):
         listed: list[Problem] = [problem for side in task.problems.values() for problem in side]
         if all(isinstance(problem.get(_QUESTION), str) for problem in listed):
@@ -128,10 +128,9 @@ def _shorten(value: object) -> str:
     return text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'
 
 
-# The answers that areal-score is given: a file of JSON lines, read line by line.
-#
-# A line names a problem and has `answer`, a text, or `answers`, a list of texts or objects. The lines of an
-# evaluation's answers.jsonl (evaluation/results.py) are such lines.
+# The answers given to areal-score: a file of JSON lines, read line by line. A line identifies a problem and has
+# `answer`, a text, or `answers`, a list of texts or objects. The lines of an evaluation's answers.jsonl
+# (evaluation/results.py) have this form.
 
 
 _LONGEST_LINE = 64 << 20  # bytes: bounds memory
@@ -150,21 +149,21 @@ class GivenAnswer:
 
     line: int  # in the file, from 1
     digest: str  # of the line
-    sample: Sample | None  # what tells the answers of a line apart; None: it is the only one and has no name
+    sample: Sample | None  # tells the answers of a line apart; None: the line has one answer, without a name
     place: int  # of its problem in the index
-    names: JsonObject  # what the line calls the problem
+    names: JsonObject  # the fields by which the line identifies the problem
     text: str
     finish_reason: FinishReason
 
 
 def read_answers(path: pathlib.Path, index: ProblemIndex) -> Iterator[GivenAnswer]:
-    """The answers in the order of the file; one line is in memory, and a few dozen bytes for each sample with a name.
+    """Yields the answers in the order of the file; memory holds one line, and some dozen bytes per named sample.
 
     Raises FileError that names file, line and fix for a file that cannot be read or has no answer, for a line that is
     no JSON object, names no problem of the task or has no answer, and for a sample of a problem that comes twice.
     """
     is_empty = True
-    seen: dict[int, dict[Sample, int]] = {}  # the lines, by place of the problem and name of the sample
+    seen: dict[int, dict[Sample, int]] = {}  # line numbers, by place of the problem and name of the sample
     for number, content in _read_lines(path):
         where = f'{path}: line {number}'
         record = files.parse_object(content, where, _FIX)
@@ -186,7 +185,7 @@ def read_answers(path: pathlib.Path, index: ProblemIndex) -> Iterator[GivenAnswe
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of each line that is not blank."""
+    """Yields (number, content) of each line that is not blank."""
     try:
         if path.exists() and not path.is_file():
             raise FileError(f'--answers={path} is no regular file: write the answers to a file, which is read twice')
@@ -208,7 +207,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _list_entries(record: JsonObject, where: str) -> list[JsonObject]:
-    """What holds the text of each answer: the line itself, or the entries of `answers`."""
+    """Returns the objects that contain the text of each answer: the line itself, or the entries of `answers`."""
     answers = record.get('answers')
     if answers is None:
         return [record]
@@ -252,25 +251,25 @@ def _take_end(entry: JsonObject, record: JsonObject, where: str) -> FinishReason
     return cast(FinishReason, end)
 
 
-# The scores that areal-score writes, one JSON line an answer, in the order of the answers.
+# The scores that areal-score writes, one JSON line per answer, in the order of the answers.
 #
-# The file is always the beginning of the whole one, so a command that was ended goes on after its last line. A second
-# file beside it, OUT.task.json, says which task scored it.
+# A partial file is always a prefix of the complete one, so a command that was ended continues after its last line. The
+# file OUT.task.json, next to it, names the task that scored it.
 
 
 SUFFIX = '.task.json'  # of the second file
 _SCORE_FILE_FIX = 'restore the file as areal-score wrote it, or give another --out'
-_NAMES = ('line', 'digest', 'sample')  # of a score, which say what was scored
+_NAMES = ('line', 'digest', 'sample')  # fields of a score that identify the scored answer
 
 
 class ScoreFile:
     """Appends scores; each line survives the death of the process. `close` it.
 
     Args:
-      identity: what decides the rewards besides the answers, as flat JSON.
+      identity: the facts that decide the rewards apart from the answers, as flat JSON.
 
-    Raises UserError where another process writes the file, where it holds something else, or where another task wrote
-    it.
+    Raises UserError if another process writes the file, if it holds something other than scores, or if another task
+    wrote it.
     """
 
     def __init__(self, path: pathlib.Path, identity: Mapping[str, object]):
@@ -287,7 +286,7 @@ class ScoreFile:
             raise
 
     def read(self) -> Iterator[JsonObject]:
-        """The scores in the file, one at a time; a last line that was cut off is removed after the others.
+        """Yields the scores in the file, one at a time; afterwards removes a last line that was cut off.
 
         Raises FileError, naming the line, for a line that is no score.
         """
@@ -305,7 +304,7 @@ class ScoreFile:
         os.truncate(self._path, end)
 
     def require_answer(self, score: JsonObject, answer: GivenAnswer | None, answers: pathlib.Path) -> None:
-        """Raises FileError where a score in the file is not that of the answer which has its place now."""
+        """Raises FileError if a score in the file does not belong to the answer that now has its place."""
         if answer is not None and all(score.get(name) == getattr(answer, name) for name in _NAMES):
             return
         raise FileError(
@@ -320,9 +319,9 @@ class ScoreFile:
         self._writer.write(json.dumps(score))
 
     def close(self) -> None:
-        """What was written is on the disk when this returns, and others may write the file; an empty one is removed.
+        """Syncs the file to disk and unlocks it for other processes; removes an empty file.
 
-        Nothing the second time.
+        A second call does nothing.
         """
         if self._lock.closed:
             return
@@ -330,7 +329,7 @@ class ScoreFile:
             with contextlib.suppress(OSError):  # `append` has raised it
                 self._writer.sync()
             self._writer.close()
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
             if not self._path.stat().st_size:
                 self._path.unlink()
                 self._identity_path.unlink(missing_ok=True)
@@ -350,7 +349,7 @@ class ScoreFile:
 
 
 def make_score(answer: GivenAnswer, verdict: Verdict) -> JsonObject:
-    """A line of the file: what was scored, and the verdict; a failed one has no reward."""
+    """Returns a line of the file: the answer's identity and the verdict; a failed verdict has no reward."""
     sample = {} if answer.sample is None else {'sample': answer.sample}
     reason = {'reason': verdict.reason} if verdict.reason else {}
     return {
@@ -366,7 +365,7 @@ def make_score(answer: GivenAnswer, verdict: Verdict) -> JsonObject:
 
 
 def _lock(path: pathlib.Path) -> IO[bytes]:
-    """Keeps other processes from writing the file, where its file system has locks. Raises UserError."""
+    """Locks the file against other writers, if its file system has locks. Raises UserError if it is locked."""
     file = path.open('ab')
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

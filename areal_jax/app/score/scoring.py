@@ -1,4 +1,4 @@
-"""Scores given answers with the verifier of a task, and sums the scores up."""
+"""Scores given answers with the verifier of a task, and sums up the scores."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from areal_jax.types import Verdict
 
 @dataclasses.dataclass
 class ScoreTally:
-    """Sums over the scores of a file, those of earlier calls included."""
+    """Sums over the scores of a file, including the scores of earlier calls."""
 
     labels: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # without a reward
     reward: float = 0.0  # sum
 
     def add(self, score: JsonObject) -> None:
-        """A line of the file."""
+        """Adds a line of the file."""
         self.labels[score['label']] += 1
         if score['reward'] is None:
             self.failures[score['label']] += 1
@@ -60,12 +60,12 @@ class ScoreTally:
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the answers that have a reward; None where no answer has."""
+        """The mean over the answers that have a reward; None if no answer has a reward."""
         scored = self.answers - self.failures.total()
         return self.reward / scored if scored else None
 
     def summarise(self, scored_before: int, seconds: float, out: str) -> JsonObject:
-        """All numbers, as --json prints them."""
+        """Returns all numbers, in the form that --json prints."""
         return {
             'answers': self.answers,
             'scored_before': scored_before,
@@ -78,7 +78,7 @@ class ScoreTally:
 
 
 def render_summary(summary: JsonObject) -> str:
-    """The numbers of `summarise` as a short table."""
+    """Renders the numbers of `summarise` as a short table."""
     width = max(len(label) for label in ('label', *summary['labels']))
     rows = [f'{"label":{width}}  answers   share']
     for label, count in summary['labels'].items():
@@ -93,7 +93,7 @@ def render_summary(summary: JsonObject) -> str:
 
 
 def describe_failures(tally: ScoreTally, out: str) -> str:
-    """The sentence for answers that have no reward, '' where all have one."""
+    """Describes the answers that have no reward; '' if all have a reward."""
     if not tally.failures:
         return ''
     found = ', '.join(f'{count} {label}' for label, count in tally.failures.most_common())
@@ -103,11 +103,11 @@ def describe_failures(tally: ScoreTally, out: str) -> str:
     )
 
 
-# Given answers to the problems of a task, scored by the verifier of a run: no engine, no weights, no learner.
+# Scores given answers to the problems of a task with the verifier of a run: no engine, no weights, no learner.
 
 
 _WORKERS = 'task.verifier_workers'
-# nothing is generated, trained or tracked: packages for that are not needed
+# nothing is generated, trained or tracked, so packages for these are not needed
 _UNUSED = {
     **{
         name: FIELDS[name].default
@@ -117,26 +117,26 @@ _UNUSED = {
     'telemetry.plots': False,
     'telemetry.tracker': 'none',
 }
-# fields of the task on which neither rewards nor labels depend
+# fields of the task that affect neither rewards nor labels
 _MAY_CHANGE = ('task.verifier', _WORKERS, 'task.held_out_fraction', 'task.over_length', 'task.audit_fraction')
 _MAY_CHANGE_ALL = ('task.filter', 'task.max_')
-MOST_AHEAD = 4096  # scores that wait for the one before them, in memory: an answer may take many attempts
-_SPARE_S = 300.0  # beyond the deadline of an attempt: for the start of a worker
+MOST_AHEAD = 4096  # scores in memory that wait for earlier ones: an answer may take many attempts
+_SPARE_S = 300.0  # added to the deadline of an attempt: for the start of a worker
 _OPEN_INLINE = 1  # without workers, answers are scored one after the other
 
 
 class Scoring:
-    """The scoring of one file of answers. The constructor checks all of it; `run` scores what has no score yet.
+    """The scoring of one file of answers. The constructor checks all of it; `run` scores the answers without a score.
 
     Args:
       config: as an experiment file gives it, overrides applied.
       answers: JSON lines, see answer_files.py.
-      out: where the scores go; what it holds already is kept, and not scored again.
+      out: the file of scores; scores that it already holds are kept, and their answers are not scored again.
       workers: None = task.verifier_workers.
       overrides: the fields that the command line sets; one that scoring does not use is refused.
       interrupts: asks to stop when a signal comes; None = signals are left alone.
 
-    Raises UserError for what the user can mend.
+    Raises UserError for errors that the user can fix.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Scoring:
         self._parts.close()
 
     def run(self) -> bool:
-        """Scores what is left, in the order of the answers; False after a requested stop."""
+        """Scores the remaining answers in their order; returns False after a requested stop."""
         self._left = self.answers_in_all - self.scored_before
         if not self._left:
             return True
@@ -209,7 +209,7 @@ class Scoring:
         self._parts.callback(self._scores.close)
 
     def _check(self) -> None:
-        """Reads all answers, and compares them with the scores that are in the file already."""
+        """Reads all answers, and compares them with the scores that are already in the file."""
         self._progress.begin(f'checking {self.answers}')
         answers = read_answers(self.answers, self._index)
         for score in self._scores.read():
@@ -262,7 +262,7 @@ class Scoring:
         return not self._is_stopping.is_set() or not running
 
     async def _verify(self, answer: GivenAnswer) -> Verdict:
-        prompt = dataclasses.replace(self._index.prompts[answer.place], draw=answer.line)  # which messages name
+        prompt = dataclasses.replace(self._index.prompts[answer.place], draw=answer.line)  # messages name the draw
         return await self._verifier.verify_text(prompt, answer.text, answer.finish_reason)
 
     def _write(self, score: JsonObject) -> None:
@@ -272,7 +272,7 @@ class Scoring:
 
 
 class _OrderedWriter:
-    """Hands scores on in the order of their positions; the others wait, a bounded number of them."""
+    """Writes scores in the order of their positions; a bounded number of later ones waits."""
 
     def __init__(self, room: Event, write: Callable[[JsonObject], None]):
         self.room = room  # set whenever `has_room` may have changed
@@ -281,7 +281,7 @@ class _OrderedWriter:
         self._waiting: dict[int, JsonObject] = {}
 
     def has_room(self, position: int) -> bool:
-        """Whether the score of this position may wait for those before it; clears `room` where it may not."""
+        """Whether the score of this position may wait for earlier ones; clears `room` if it may not."""
         is_near = position - self._next < MOST_AHEAD
         if not is_near:
             self.room.clear()
@@ -296,7 +296,7 @@ class _OrderedWriter:
 
 
 def require_places(answers: pathlib.Path, out: pathlib.Path) -> None:
-    """Raises UserError for an --out that cannot be written, or is the file of the answers; makes nothing."""
+    """Raises UserError for an --out that cannot be written, or is the file of the answers; creates nothing."""
     parent = out.absolute().parent
     if out.exists() and not out.is_file():
         raise UserError(f'--out={out} is no regular file: name a file for the scores')
@@ -309,7 +309,7 @@ def require_places(answers: pathlib.Path, out: pathlib.Path) -> None:
 
 
 def describe_scorer(config: TrackedConfig, task: Task, index: ProblemIndex) -> dict[str, object]:
-    """What decides a reward besides the answer: the fields of the task, its problems, and the file of an own scorer."""
+    """Returns the facts that decide a reward besides the answer: task fields, problems, and an own scorer's file."""
     fields = {
         name: value
         for name, value in flatten({'task': config.as_dict()['task']})
@@ -324,7 +324,7 @@ def describe_scorer(config: TrackedConfig, task: Task, index: ProblemIndex) -> d
 
 
 def _adapt(config: config_dict.ConfigDict, workers: int | None, overrides: Collection[str]) -> config_dict.ConfigDict:
-    """A valid copy with so many workers. Raises ConfigError."""
+    """Returns a valid copy with `workers` workers. Raises ConfigError."""
     adapted = config.copy_and_resolve_references()
     if workers is not None:
         if _WORKERS in overrides:

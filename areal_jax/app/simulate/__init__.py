@@ -1,1 +1,1 @@
-"""A simulated run: the production loop with counts for tokens and prices for work."""
+"""Simulates a run: the production loop with counts for tokens and prices for work."""

@@ -1,4 +1,4 @@
-"""Prices from the logs of real runs, and what a simulation with them says of runs that were left out."""
+"""Fits prices to the logs of real runs, and predicts runs that were left out with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.event_log import busy_share, lane_intervals, load_events, of_training, window
 from areal_jax.simulation.calibration import Table, calibrate, write_table
 
-# of a prediction: nothing to look at but its log
+# a prediction leaves nothing to look at but its log
 _QUIET = {
     'telemetry.progress': False, 'telemetry.plots': False, 'telemetry.tensorboard': False, 'telemetry.hook': '',
     'telemetry.tracker': 'none', 'telemetry.project': '', 'simulation.prompts': 'task',
@@ -33,9 +33,9 @@ _QUIET = {
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How a run went, from its log: what a prediction is held to."""
+    """The pace of a run, measured from its log; a prediction is compared with it."""
 
-    update_s: float  # median seconds from one publication to the next, and to the first from the first admission
+    update_s: float  # median seconds between publications; the first interval begins at the first admission
     engines_idle: float  # share of the window, mean over the engines
     learner_idle: float
 
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Of the seconds of an update, as a share of the real ones."""
+        """The relative error of the seconds per update, as a share of the real seconds."""
         return self.simulated.update_s / self.real.update_s - 1
 
     def describe(self) -> str:
@@ -65,7 +65,7 @@ class Prediction:
 def calibrate_runs(runs: Sequence[pathlib.Path], out: pathlib.Path) -> Table:
     """Fits prices to the logs of the runs and writes them to `out`.
 
-    Raises UserError for a directory without a log, or with one of a simulation.
+    Raises UserError for a directory without a log, or with the log of a simulation.
     """
     table = calibrate([(run.name, load_log(run)) for run in runs])
     write_table(table, out)
@@ -73,7 +73,7 @@ def calibrate_runs(runs: Sequence[pathlib.Path], out: pathlib.Path) -> Table:
 
 
 def load_log(run: pathlib.Path) -> list[Event]:
-    """The events of a real run; raises UserError."""
+    """Loads the events of a real run; raises UserError for a simulation or for engines of unequal size."""
     if not (run / EVENTS).is_file():
         raise UserError(f'{run} has no {EVENTS}: name the workdir of a run')
     config = read_saved(run / CONFIG, 'name the workdir of a run')
@@ -102,7 +102,7 @@ def predict_run(run: pathlib.Path, table: pathlib.Path) -> Prediction:
 
 
 def measure_pace(events: Sequence[Event]) -> Pace:
-    """Of one log; raises ConfigError for one without an update."""
+    """Measures the pace of one log; raises ConfigError for a log without an update."""
     within, intervals = window(events), of_training(lane_intervals(events))
     published = [event['time'] for event in events if event['kind'] == 'publish' and event['version'] > 0]
     if not published:
@@ -116,7 +116,7 @@ def measure_pace(events: Sequence[Event]) -> Pace:
 
 
 def describe_table(table: Table) -> str:
-    """The residuals, a line a kind."""
+    """Renders the residuals, one line per kind of work, and the contention."""
     rows = [
         f'| {kind} | {found["n"]:.0f} | {found["mean_s"]:.4g} | {100 * found["median_error"]:.0f}% |'
         for kind, found in table.residuals.items()
@@ -131,7 +131,7 @@ def describe_table(table: Table) -> str:
 
 
 def as_json(table: Table, predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """What the command found."""
+    """Returns the results of the command."""
     return {
         'table': dataclasses.asdict(table),
         'predictions': [dataclasses.asdict(one) | {'error': one.error} for one in predictions],

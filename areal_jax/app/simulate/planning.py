@@ -1,4 +1,4 @@
-"""Plans a cluster: simulates the splits of its devices, searches the best one, and says it in words."""
+"""Plans a cluster: simulates the splits of its devices, searches for the best one, and describes it."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ _CONFIG = 'config.json'
 
 
 def read_answers(lengths: str, count: int, group_size: int | None, limit: int, prompt: int) -> Answers:
-    """`lengths` is a distribution, or the workdir of a run.
+    """Reads answers from `lengths`, a distribution or the workdir of a run.
 
     Args:
-      group_size: None = GROUP_SIZE, or that of the run.
-      limit: rollout.max_new_tokens; 0 = that of the run, or a few mean lengths.
+      group_size: None = GROUP_SIZE, or the group size of the run.
+      limit: rollout.max_new_tokens; 0 = the run's limit, or a few mean lengths.
 
-    Raises ConfigError for a text that is neither, for a run of too few answers or of other groups, and UserError for a
-    log that does not say how long answers were.
+    Raises ConfigError for a text that is neither, for a run with too few answers or another group size, and UserError
+    for a log without the lengths of answers.
     """
     if '(' in lengths:
         return describe_lengths(lengths, count, group_size or GROUP_SIZE, limit, prompt)
@@ -103,7 +103,7 @@ def read_answers(lengths: str, count: int, group_size: int | None, limit: int, p
 
 
 def _read_limit(run: pathlib.Path) -> int:
-    """rollout.max_new_tokens of a run."""
+    """Reads rollout.max_new_tokens of a run."""
     try:
         return int(read_json(run / _CONFIG)['rollout']['max_new_tokens'])  # type: ignore[index, call-overload]
     except (KeyError, TypeError, ValueError) as error:
@@ -112,19 +112,19 @@ def _read_limit(run: pathlib.Path) -> int:
         ) from error
 
 
-# Simulates plans: a plan becomes a config, its run is measured after a warm-up and stopped.
+# Simulates plans: a plan becomes a config; its run is measured after a warm-up and then stopped.
 
 
 _MEASURED = (6, 24)  # updates, at least and at most
-_MEASURED_ANSWERS = 2048  # in as many updates as have them
-WINDOW = 12  # updates in a row, of which the interval of a plan speaks
+_MEASURED_ANSWERS = 2048  # the number of updates depends on it
+WINDOW = 12  # consecutive updates that the interval of a plan covers
 _ROW_TOKENS = 1 << 15
 _MOST_BLOCK, _FEWEST_BLOCK = 512, 16  # tokens
-_BLOCKS = 64  # of a sequence
+_BLOCKS = 64  # per sequence
 
 
 def list_fields(setting: Setting, plan: Plan, decode_steps: int = 16) -> dict[str, object]:
-    """The fields of the config that a plan sets, for a run and for its simulation alike."""
+    """Returns the config fields that a plan sets, for a run and for its simulation alike."""
     answers, groups = setting.answers, setting.answers.groups
     context = answers.context
     block = min(_MOST_BLOCK, max(_FEWEST_BLOCK, 1 << (context // _BLOCKS).bit_length() - 1))
@@ -151,19 +151,19 @@ def list_fields(setting: Setting, plan: Plan, decode_steps: int = 16) -> dict[st
 
 
 def count_minibatches(groups: int) -> int:
-    """Four where the groups of an update can be shared out so, as in arXiv 2505.24298."""
+    """Returns 4, as in arXiv 2505.24298, or the largest divisor of 4 that divides the groups of an update evenly."""
     return math.gcd(4, groups)
 
 
 def _describe_learner(devices: int, shards: int) -> str:
-    """Replicas of as few shards as hold a model: 'data=4', 'data=20,fsdp=8'."""
+    """Describes replicas with as few shards as hold a model: 'data=4', 'data=20,fsdp=8'."""
     fsdp = next(size for size in range(min(shards, devices), devices + 1) if devices % size == 0)
     sizes = {'data': devices // fsdp, 'fsdp': fsdp}
     return ','.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1) or 'data=1'
 
 
 def build_config(setting: Setting, plan: Plan, updates: int, seed: int, prompts: str) -> config_dict.ConfigDict:
-    """Of the simulation of a plan."""
+    """Builds the config of the simulation of a plan."""
     config = default_config()
     reached = setting.costs.reached
     fields: Mapping[str, object] = {
@@ -183,12 +183,12 @@ def build_config(setting: Setting, plan: Plan, updates: int, seed: int, prompts:
 
 
 def count_warm_up(plan: Plan) -> int:
-    """Updates until the answers that began together, eta + 1 batches of them, are trained."""
+    """Returns the updates until the eta + 1 batches of answers that began together are trained, plus one."""
     return plan.eta + 2
 
 
 def count_measured(plan: Plan, answers: int) -> int:
-    """Updates that are measured, of so many answers each: at least a turn of all that is open, which comes in waves."""
+    """Returns the number of updates to measure; at least eta + 1, because open answers come in waves."""
     least, most = _MEASURED
     return max(least, min(most, _MEASURED_ANSWERS // answers), plan.eta + 1)
 
@@ -196,10 +196,10 @@ def count_measured(plan: Plan, answers: int) -> int:
 def simulate_plan(
     setting: Setting, plan: Plan, *, seed: int = 1, prompts: str = 'constant(512)', updates: int = 0
 ) -> Outcome:
-    """What the production loop does with a plan, without weights; leaves nothing on the disk.
+    """Runs the production loop with a plan, without weights; leaves nothing on the disk.
 
     Args:
-      updates: that are measured; 0 = `count_measured`.
+      updates: the number of measured updates; 0 = `count_measured`.
 
     Raises ConfigError for a plan that the config refuses.
     """
@@ -215,11 +215,11 @@ def simulate_plan(
 
 
 class _MeasuredError(Exception):
-    """Ends a run that has been measured: a stop that is asked for would save a checkpoint first."""
+    """Ends a run that has been measured: a requested stop would first save a checkpoint."""
 
 
 class _Meter:
-    """Listens to a run from one update to another, and stops it there."""
+    """Records a run from one update to another, and stops it there."""
 
     def __init__(self, parts: LoopParts, first: int, last: int):
         self._parts, self._first, self._last = parts, first, last
@@ -250,7 +250,7 @@ class _Meter:
         )
 
     def _find_scatter(self) -> float:
-        """Of the trained tokens a second of WINDOW updates in a row, or of all that are measured."""
+        """The relative standard deviation of trained tokens per second, over windows of at most WINDOW updates."""
         length = min(WINDOW, self._last - self._first)
         speeds = []
         for end in range(self._first + length, self._last + 1):
@@ -280,7 +280,7 @@ class _Meter:
 
 
 def _find_percentile(ages: Mapping[int, int], share: float) -> float:
-    """The age that so large a share of the tokens does not exceed."""
+    """Returns the age that a share `share` of the tokens does not exceed."""
     left = share * sum(ages.values())
     for age in sorted(ages):
         left -= ages[age]
@@ -289,33 +289,33 @@ def _find_percentile(ages: Mapping[int, int], share: float) -> float:
     return 0.0
 
 
-# A plan for a question: the search on a part of the cluster, the plan at full size, and what is to be said of it.
+# A plan for a question: the search on a part of the cluster, the plan at full size, and its description.
 
 
 MOST_SIMULATIONS = 24
 _DIVISORS = (8, 4, 2)
-_WHOLE = 16  # devices that are simulated as they are
-_FEWEST_PARTS, _FEWEST_GROUPS = 8, 8  # engines' sizes in the devices, and groups of an update, at least, of a part
+_WHOLE = 16  # up to this number of devices, all are simulated
+_FEWEST_PARTS, _FEWEST_GROUPS = 8, 8  # minimum of a part: devices, in engine sizes, and groups of an update
 Note = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan with what its simulation found, at full size."""
+    """A plan with its simulated outcome, at full size."""
 
     setting: Setting
-    divisor: int  # devices and answers of the search were divided by it
+    divisor: int  # devices and answers were divided by it for the search
     plan: Plan
-    outcome: Outcome  # tokens a second of all devices
-    interval: tuple[float, float]  # tokens a second, of planning.WINDOW updates in a row
-    in_turns: Outcome | None  # of synchronous training on the same devices
+    outcome: Outcome  # tokens per second of all devices
+    interval: tuple[float, float]  # tokens per second, over WINDOW consecutive updates
+    in_turns: Outcome | None  # synchronous training on the same devices
     load: Load
     advice: Advice
-    fields: Mapping[str, object]  # of the config; of the synchronous run where that is the better one
-    tried: Mapping[Plan, Outcome]  # all that was simulated for it, on a part of the devices
-    trades: Sequence[Trade]  # on the same part; tokens a second of all devices
-    full: Outcome | None = None  # simulated once at full size
-    is_stopped: bool = False  # the search was, with this as the best so far
+    fields: Mapping[str, object]  # of the config; the synchronous run's if that is better
+    tried: Mapping[Plan, Outcome]  # all plans simulated for it, on a part of the devices
+    trades: Sequence[Trade]  # on the same part; tokens per second of all devices
+    full: Outcome | None = None  # one simulation at full size
+    is_stopped: bool = False  # the search was stopped, with this as the best plan so far
 
     @property
     def simulations(self) -> int:
@@ -325,10 +325,10 @@ class Planned:
 def find_plan(
     setting: Setting, *, seed: int, prompts: str, is_full: bool, note: Note, most: int = MOST_SIMULATIONS
 ) -> Planned:
-    """Returns the best plan; where a KeyboardInterrupt ends the search, the best of what was simulated until then.
+    """Returns the best plan; if a KeyboardInterrupt ends the search, the best plan simulated until then.
 
     Args:
-      note: is told the plan of closed forms, in the first second, and then each plan that was simulated.
+      note: is called with the plan of closed forms, in the first second, and then with each simulated plan.
 
     Raises ConfigError for a plan that cannot be (no memory, too many engines), and KeyboardInterrupt before the first
     simulation has ended.
@@ -389,7 +389,7 @@ def _tell_start(setting: Setting, plan: Plan, divisor: int) -> str:
 
 
 def choose_divisor(setting: Setting) -> int:
-    """8, or less where a part would have too few engines or groups; 1 up to 16 devices."""
+    """Returns 8, or less if a part would have too few engines or groups; 1 up to 16 devices."""
     for divisor in _DIVISORS:
         parts = setting.devices / divisor / setting.engine_devices
         groups = setting.answers.groups / divisor
@@ -400,7 +400,7 @@ def choose_divisor(setting: Setting) -> int:
 
 
 def plan_in_turns(setting: Setting) -> Plan | None:
-    """Engines on all devices, which train as well; None where no engines of equal size share them."""
+    """Plans engines on all devices, which also train; None if no engines of equal size share them."""
     for engines in range(setting.devices // setting.engine_devices, 0, -1):
         plan = Plan(engines, setting.devices, 0, setting.most_slots, shared=True)
         if setting.devices % engines == 0 and fits(setting, plan):
@@ -409,7 +409,7 @@ def plan_in_turns(setting: Setting) -> Plan | None:
 
 
 def _simulate_in_turns(setting: Setting, simulate: Simulate) -> tuple[Outcome | None, str]:
-    """(its outcome, '') or (None, why there is none)."""
+    """Returns (its outcome, '') or (None, why it was not simulated)."""
     plan = plan_in_turns(setting)
     if plan is None:
         return None, 'synchronous training is not simulated: no engines of equal size share these devices'
@@ -421,7 +421,7 @@ def _enlarge(outcome: Outcome, scale: int) -> Outcome:
 
 
 def _layout(setting: Setting, plan: Plan) -> Layout:
-    """With the learner on whole nodes where that goes, as roles have it."""
+    """Returns the layout, with the learner on whole nodes if that is possible, as roles have it."""
     fields = list_fields(setting, plan)
     hosts = plan.training // NODE if plan.training % NODE == 0 else 1
     learner = str(fields['cluster.learner'])
@@ -429,7 +429,7 @@ def _layout(setting: Setting, plan: Plan) -> Layout:
 
 
 def energy_of(planned: Planned) -> Energy | None:
-    """Joules a trained token; None without published watts."""
+    """Returns the joules per trained token; None without published watts."""
     live = predict(planned.setting, planned.plan).live
     return joules_a_token(planned.setting, planned.plan, planned.full or planned.outcome, live)
 
@@ -437,12 +437,12 @@ def energy_of(planned: Planned) -> Energy | None:
 # A plan as text and as JSON.
 
 
-MOST_TRADES = 3  # that the text has
+MOST_TRADES = 3  # most trades that the text shows
 _STOPPED = 'stopped before the search had ended: this is the best plan so far, and another one may be limited otherwise'
 
 
 def render(planned: Planned, width: int = 0) -> str:
-    """Returns sentences and the fields of the config: one a line, or in lines of a terminal of so many characters."""
+    """Returns sentences and config fields: one field per line, or, if `width` is set, in lines of that width."""
     setting, plan, shown = planned.setting, planned.plan, planned.full or planned.outcome
     answers = setting.answers
     used = count_devices(setting, plan)
@@ -482,12 +482,12 @@ def render(planned: Planned, width: int = 0) -> str:
 
 
 def list_lines(fields: Mapping[str, object]) -> list[str]:
-    """'--config.rollout.slots=256', as a shell reads them."""
+    """Returns '--config.rollout.slots=256' and so on, in shell syntax."""
     return [f'--config.{name}={_quote(value)}' for name, value in fields.items()]
 
 
 def _tell_verdict(planned: Planned) -> str:
-    """The plan in a line, for the end of a screen."""
+    """Returns the plan in one line, for the end of a screen."""
     plan, shown = planned.plan, planned.full or planned.outcome
     low, high = planned.interval
     return (
@@ -497,7 +497,7 @@ def _tell_verdict(planned: Planned) -> str:
 
 
 def _fill_lines(words: Sequence[str], width: int) -> list[str]:
-    """The words behind a command, as a shell reads them, in few lines."""
+    """Joins the words after a command into few lines, in shell syntax."""
     lines = ['areal-train --config=FILE --workdir=DIR']
     for word in words:
         if len(lines[-1]) + len(word) + 3 > width:
@@ -507,7 +507,7 @@ def _fill_lines(words: Sequence[str], width: int) -> list[str]:
 
 
 def as_json(planned: Planned) -> dict[str, object]:
-    """All that is known of a plan."""
+    """Returns all facts about a plan."""
     setting, plan, shown = planned.setting, planned.plan, planned.full or planned.outcome
     energy = energy_of(planned)
     return {
@@ -554,7 +554,7 @@ def _tell_energy(planned: Planned) -> str:
 
 
 def _tell_trades(planned: Planned) -> str:
-    """What a higher price takes, among the plans that were simulated."""
+    """Lists the simulated plans that a higher price of age would choose."""
     younger = [
         f'from {trade.price:.3g} on eta {trade.plan.eta} ({trade.outcome.tokens_s:,.0f} tokens a second, mean age '
         f'{trade.outcome.age_mean:.1f})'

@@ -1,4 +1,4 @@
-"""A simulated run: what it draws, what its work costs, and its site without weights. Imports no jax."""
+"""Simulates a run: draws its prompts and answers, prices its work, and has a site without weights. No jax."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import Prompt, PublishedWeights, Tree
 
-_LONGEST = 1 << 30  # tokens of an answer before its limit
-# what a simulation does not do, or does otherwise
+_LONGEST = 1 << 30  # of an answer, before its limit is applied
+# fields of work that a simulation omits or does differently
 _FIXED: Mapping[str, object] = {
     'run.clock': 'virtual', 'run.export': False, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
     'rollout.record_routes': False, 'learner.routes': 'live',
 }  # fmt: skip
-# servers of any kind are those of this project, and how versions get there is a price
+# every kind of server is simulated as a server of this project; the transport of versions is only a price
 _AS_SERVERS: Mapping[str, object] = {
     'rollout.server': OWN.name, 'rollout.urls': (), 'publication.channel': FILES.name,
 }  # fmt: skip
@@ -123,7 +123,7 @@ _NOT_SIMULATED = ('agent', 'model', 'task', 'lora', 'cluster', 'publication')
 
 
 class Prices(NamedTuple):
-    """What work costs, and on what; None: no devices are named."""
+    """The prices of work, and the devices that do it; None: no devices are named."""
 
     by_kind: Mapping[str, Price]
     cluster: Cluster | None = None
@@ -133,9 +133,9 @@ class Prices(NamedTuple):
 
 
 def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-    """The config with the fields changed that a simulation does not follow.
+    """Returns the config with those fields changed that a simulation does not follow.
 
-    Raises ConfigError for one that is no simulation.
+    Raises ConfigError for a config without a simulation.
     """
     if not config.simulation.prices:
         raise ConfigError(
@@ -155,12 +155,12 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 
 def note_not_simulated(config: TrackedConfig) -> None:
-    """Sections of which a simulation reads what it needs: the rest of them is not idle by mistake."""
+    """Marks sections as read that a simulation only partly uses."""
     config.note_used((*_NOT_SIMULATED, *_FIXED, *_AS_SERVERS, *find_server(config.rollout.server).reads))
 
 
 def build_answers(config: TrackedConfig) -> Answers:
-    """Raises ConfigError, or FileError for a log that cannot be read."""
+    """Builds the source of answers; raises ConfigError, or FileError for a log that cannot be read."""
     simulation, batch = config.simulation, config.learner.groups_per_update
     draws, share = config.run.steps * batch, simulation.group_share
 
@@ -187,7 +187,7 @@ def build_answers(config: TrackedConfig) -> Answers:
 
 
 def build_workflow(config: TrackedConfig, answers: Answers, clock: Clock) -> WorkflowFactory:
-    """One turn, or drawn episodes of agents, of which agent.programs run at once where they are programs."""
+    """Builds one turn, or drawn episodes of agents; if these are programs, at most agent.programs run at once."""
     if not answers.of_agents:
         return SingleTurn
     most = config.agent.programs if config.rollout.workflow == PROGRAM else math.inf
@@ -195,7 +195,7 @@ def build_workflow(config: TrackedConfig, answers: Answers, clock: Clock) -> Wor
 
 
 def build_prompts(config: TrackedConfig) -> PromptStream:
-    """Raises ConfigError, or what building the task raises."""
+    """Builds the prompts; raises ConfigError, and the errors of building the task."""
     text, rollout, seed = config.simulation.prompts, config.rollout, config.run.seed
     if text == TASK:
         return CountedPrompts(build_stream(config, build_task(config, describe_text_model(config).tokenizer)))
@@ -205,7 +205,7 @@ def build_prompts(config: TrackedConfig) -> PromptStream:
 
 
 def build_held_out(config: TrackedConfig, count: int) -> list[Prompt]:
-    """Held-out prompts, as the stream's."""
+    """Returns held-out prompts, in the form of the stream's prompts."""
     if config.simulation.prompts == TASK:
         task = build_task(config, describe_text_model(config).tokenizer)
         return [count_prompt(prompt) for prompt in task.held_out(count, config.run.seed)]
@@ -220,7 +220,7 @@ def _load_events(workdir: pathlib.Path) -> list[Event]:
 
 
 def build_prices(config: TrackedConfig, answers: Answers) -> Prices:
-    """Raises ConfigError for an unknown chip or model, and for a plan that does not fit the memory."""
+    """Builds the prices; raises ConfigError for an unknown chip or model, and for a plan that exceeds the memory."""
     prices = config.simulation.prices
     if prices == VIRTUAL:
         return Prices(unit_prices(config))
@@ -237,7 +237,7 @@ def build_prices(config: TrackedConfig, answers: Answers) -> Prices:
 
 
 def _most_engines(config: TrackedConfig) -> EnginesLayout:
-    """Those of the split with most engines; raises ConfigError for splits whose engines are of unequal size."""
+    """Returns the split's engines with the largest count; raises ConfigError if splits differ in engine size."""
     layouts = [parse_split(split)[1] for split in find_splits(config)]
     if len(layouts) > 1 and len({layout.devices_each for layout in layouts}) > 1:
         raise ConfigError(
@@ -270,7 +270,7 @@ def _find_shape(config: TrackedConfig) -> ModelShape:
 
 
 def cache_blocks(config: TrackedConfig, cluster: Cluster | None, engine: int) -> int:
-    """Blocks of the KV cache of the engine of this number: as in a run, but no more than it has room for."""
+    """Returns the KV cache blocks of an engine by number: as in a run, but no more than fit its memory."""
     blocks = config.rollout.count_cache_blocks(config.rollout.slots)
     if cluster is None:
         return blocks
@@ -278,31 +278,31 @@ def cache_blocks(config: TrackedConfig, cluster: Cluster | None, engine: int) ->
 
 
 def describe_hardware(cluster: Cluster | None, engine: int, devices: int) -> str:
-    """Number and kind of the devices of an engine: '1 x H800/3'; without chips their number alone, '2 x device'."""
+    """Describes an engine's devices, '1 x H800/3', or, without chips, only their number: '2 x device'."""
     if cluster is None:
         return f'{devices} x device'
     return f'{cluster.engines[engine].devices} x {cluster.engines[engine].chip.name}'
 
 
 def read_update(config: TrackedConfig) -> tuple[UpdatePrice, UpdateShape]:
-    """How the simulated learner counts: no learner of a run is needed to know."""
+    """Returns the rules by which the simulated learner counts, without a real learner."""
     learner, staleness = config.learner, config.staleness
     masks_truncated = config.loss.truncated_answers == 'masked'
     price = UpdatePrice(learner.packing, learner.epochs, learner.filter_equal_rewards, masks_truncated)
     return price, UpdateShape(learner.n_minibatches * learner.epochs, staleness.oldest_trained)
 
 
-# The devices of a simulated run, as they move between its learner and its engines. See control/reallocation.py.
+# The devices of a simulated run that move between its learner and its engines. See control/reallocation.py.
 
 
 BuildEngine = Callable[[str, Sequence[int], PublishedWeights], LocalEngine]
 
 
 class SimulatedMoves(EngineMoves):
-    """Implements control.device_site.DeviceSite without devices.
+    """Implements control.reallocation.DeviceSite without devices.
 
     Args:
-      move_learner: told of the split that the learner goes on with.
+      move_learner: called with the split with which the learner continues.
     """
 
     def __init__(self, build_engine: BuildEngine, move_learner: Callable[[DeviceSplit], None], supervisor: Supervisor):
@@ -313,14 +313,14 @@ class SimulatedMoves(EngineMoves):
         return {name: tuple(map(str, devices)) for name, devices in place_engines(split).items()}
 
     def prepare(self, split: DeviceSplit) -> None:
-        """There are no programs."""
+        """Does nothing: there are no programs."""
 
     def build_engine(self, name: str, split: DeviceSplit, published: PublishedWeights) -> LocalEngine:
         return self._build_engine(name, place_engines(split)[name], published)
 
 
 def place_engines(split: DeviceSplit) -> dict[str, list[int]]:
-    """Numbers of the devices by engine: the first engine has the last ones, so that engines stay where they can."""
+    """Returns device numbers by engine, the last devices first, so that engines stay in place when devices move."""
     learner, engines = parse_split(split)
     total, each = learner.devices + engines.devices, engines.devices_each
     return {
@@ -329,7 +329,7 @@ def place_engines(split: DeviceSplit) -> dict[str, list[int]]:
     }
 
 
-# Builds the pool of servers of a simulation, where rollout.server is not 'in_process'.
+# Builds the pool of servers of a simulation, if rollout.server is not 'in_process'.
 
 
 _LONGEST_S = 1 << 30
@@ -346,7 +346,7 @@ def build_simulated_servers(
     published: PublishedWeights,
     stop: Callable[[], None],
 ) -> Servers:
-    """See SimulatedRegistry. Raises ConfigError for times that cannot be read."""
+    """Builds the servers of SimulatedRegistry. Raises ConfigError for times that cannot be read."""
 
     def parse(name: str) -> Lengths:
         return parse_lengths(getattr(config.simulation, name), _LONGEST_S, field=f'simulation.{name}')
@@ -368,27 +368,27 @@ def build_simulated_servers(
 
 
 async def _never_asked(version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> None:
-    """Servers get work without a probe."""
+    """Does nothing: servers get work without a probe."""
 
 
 # The site.
 
 
 class CountTokenizer(CharacterTokenizer):
-    """Its end of an answer is spelled by none, and the text of an answer is its length."""
+    """A tokenizer whose decoded text of an answer is the answer's length."""
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(len(tokens))
 
 
 def build_simulation(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> Run[Loop]:
-    """The run of a config that is one of a simulation; `train` runs it. Settings and errors as for Run."""
+    """Builds the run of a simulation's config; `train` runs it. Settings and errors as for Run."""
     kind = RunKind(require_sound, lambda config: None, build_simulated_loop)
     return Run(kind, as_simulated(config), workdir, **settings)
 
 
 def build_simulated_loop(context: RunContext) -> Built[Loop]:
-    """Builds the loop with a simulation in the place of learner, engines and the world outside."""
+    """Builds the loop with a simulation in place of learner, engines and the outside world."""
     answers = build_answers(context.config)
     simulation = Simulation(context.config, answers, build_prices(context.config, answers))
     note_not_simulated(context.config)
@@ -399,14 +399,14 @@ def build_simulated_loop(context: RunContext) -> Built[Loop]:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a simulated run draws, and what its work costs; a split of its devices is None where they do not move."""
+    """The drawn answers and the prices of a simulated run; a device split is None if devices do not move."""
 
     config: TrackedConfig
     answers: Answers
     prices: Prices
 
     def outside(self) -> Outside:
-        """What takes the place of the world outside: clock, prompts, verifier."""
+        """Returns the replacements of the outside world: clock, prompts, verifier."""
         return Outside(
             make_clock=self._build_clock,
             load_workflow=lambda config, tokenizer: functools.partial(build_workflow, config, self.answers),
@@ -540,7 +540,7 @@ class Simulation:
         }
 
     def _describe(self) -> str:
-        """For the report."""
+        """Describes the simulation for the report."""
         ours, cluster = self.config.simulation, self.prices.cluster
         what = 'prices of the section virtual' if ours.prices == VIRTUAL else f'prices of {ours.prices}'
         if cluster is not None:
@@ -552,7 +552,7 @@ class Simulation:
         return f'{what}; answers {ours.answers}, prompts {ours.prompts}{agents}'
 
     def _list_devices(self, split: DeviceSplit | None) -> dict[str, list[int]]:
-        """Numbers of the devices of each engine, behind those of the learner where they do not share them."""
+        """Returns the device numbers of each engine, after the learner's devices unless they are shared."""
         learner, engines = self._find_layouts(split)
         if split:
             return place_engines(split)

@@ -1,1 +1,1 @@
-"""Runs the arms of a sweep, each as a process of its own, and makes one table of them."""
+"""Runs the arms of a sweep, each as a separate process, and makes one table of them."""

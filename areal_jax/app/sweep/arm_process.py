@@ -2,7 +2,7 @@
 
     python -m areal_jax.app.sweep.arm_process PID COMMAND...
 
-PID: the process id of the sweep. It is a module of its own because the sweep has threads: no Python should run between
+PID: the process id of the sweep. This is a separate program because the sweep has threads: no Python should run between
 fork and exec of a process with threads. On systems other than Linux an arm outlives a sweep that is killed.
 """
 
@@ -17,7 +17,7 @@ from areal_jax.workers.descendants import die_with_parent
 
 
 def become(parent: int, command: Sequence[str]) -> int:
-    """Replaces this process by the command; returns where the sweep has ended already, or the command is not there."""
+    """Replaces this process by the command; returns only if the sweep has already ended or the command is missing."""
     die_with_parent()  # kept by exec
     if os.getppid() != parent:
         return ExitCode.STOPPED

@@ -1,4 +1,4 @@
-"""The arms of a sweep and its directory: sweep.json, a workdir for each arm, how far each has come. Imports no jax."""
+"""The arms of a sweep and its directory: sweep.json, a workdir per arm, each arm's progress. Imports no jax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from areal_jax.telemetry.metrics import FILE as METRICS
 TRAINER = 'areal_jax.main_train'
 SEED = 'run.seed'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._=+-]*')
-# beside the workdirs of the arms
+# files next to the workdirs of the arms
 _RESERVED = ('plots', 'sweep.json', 'results.csv', 'results.md', 'differences.csv')
 _SEED_IN_NAME = re.compile(r'[-_.]?seed[-_=]?\d+')
 _PURPOSE = "which returns {name of an arm: {'section.field': value}}"
@@ -43,7 +43,7 @@ Overrides: TypeAlias = Mapping[str, Value]
 class Arm:
     """One run of a sweep."""
 
-    name: str  # also of its workdir, a directory in the sweep's workdir
+    name: str  # also the name of its workdir, a directory in the sweep's workdir
     workdir: pathlib.Path
     overrides: Overrides  # 'section.field' -> value
     arguments: tuple[str, ...]  # of main_train
@@ -54,17 +54,17 @@ class Arm:
         return self.config.run.seed
 
     def values(self) -> dict[str, Value]:
-        """The resolved config by 'section.field', as config.json of the run has it."""
+        """Returns the resolved config by 'section.field', in the form of the run's config.json."""
         return dict(flatten(TrackedConfig(self.config).as_dict()))
 
     def command(self, resume: bool) -> list[str]:
-        """What runs the arm."""
+        """Returns the command that runs the arm."""
         return [sys.executable, '-m', TRAINER, *self.arguments, *(['--resume'] if resume else [])]
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Arms that differ in seed only, at most one for each seed."""
+    """Arms that differ only in seed, at most one per seed."""
 
     name: str
     arms: tuple[Arm, ...]
@@ -75,7 +75,7 @@ class Group:
 
 
 def read_arms(command: CommandLine, workdir: pathlib.Path) -> list[Arm]:
-    """All arms, in the order of get_sweep(); a field that the command line sets is set in every arm.
+    """Returns all arms, in the order of get_sweep(); a field that the command line sets is set in every arm.
 
     Raises UserError, which names arm, field, value and fix, for the first arm that could not run.
     """
@@ -88,7 +88,7 @@ def read_arms(command: CommandLine, workdir: pathlib.Path) -> list[Arm]:
 
 
 def make_arms(command: CommandLine, found: Mapping[str, object], workdir: pathlib.Path) -> list[Arm]:
-    """Arms from {name: overrides}, in that order, each with a workdir below `workdir`; raises as `read_arms`."""
+    """Makes arms from {name: overrides}, in order, each with a workdir below `workdir`; raises like `read_arms`."""
     source = command.source
     common = _common_overrides(command)
     base = dict(flatten(command.config.copy_and_resolve_references()))
@@ -105,7 +105,7 @@ def make_arms(command: CommandLine, found: Mapping[str, object], workdir: pathli
 
 
 def select_arms(arms: Sequence[Arm], only: str) -> list[Arm]:
-    """The arms that --only names, 'eta4_*,eta0_seed1'; all for ''.
+    """Returns the arms that --only names, 'eta4_*,eta0_seed1'; all for ''.
 
     Raises CommandLineError for a name without an arm.
     """
@@ -121,11 +121,10 @@ def select_arms(arms: Sequence[Arm], only: str) -> list[Arm]:
 
 
 def group_arms(arms: Sequence[Arm]) -> list[Group]:
-    """Arms by config without the seed, in the order of the first arm of each.
+    """Groups arms by config without the seed, in the order of the first arm of each group.
 
-    An arm whose config and seed another one has already is one of a second group, so that the two are compared. A
-    group is named after its arms without 'seed1' and the like if what remains is equal for all of them, else after its
-    first arm.
+    An arm whose config and seed equal another arm's is put in a second group, so that the two are compared. A group is
+    named after its arms without 'seed1' and the like if the rest is equal for all of them, else after its first arm.
     """
     found: dict[tuple[str, int], list[Arm]] = {}
     for arm in arms:
@@ -144,7 +143,7 @@ def group_arms(arms: Sequence[Arm]) -> list[Group]:
 
 
 def render_command(arm: Arm, resume: bool) -> str:
-    """One line for a shell."""
+    """Returns the command as one line for a shell."""
     return shlex.join(arm.command(resume))
 
 
@@ -169,7 +168,7 @@ def _build_arm(
     common: Overrides,
     base: Overrides,
 ) -> Arm:
-    """Parses and checks the arm's own command, so that what is valid here is valid there."""
+    """Parses and checks the arm's own command, so that a config that is valid here is valid there."""
     words = []
     for path, value in overrides.items():
         _require_field(path, value)
@@ -181,7 +180,7 @@ def _build_arm(
     wanted = {**common, **own}
     for path, value in wanted.items():
         if value is None and base.get(path, '') is None:
-            continue  # as in the file; no flag can say it
+            continue  # unchanged from the file; a flag cannot express it
         words.append(f'--config.{path}={_format(value)}')
     arguments = (f'--config={source}', f'--workdir={workdir}', *words)
     values = flags.FlagValues()
@@ -193,7 +192,7 @@ def _build_arm(
 
 
 def _require_field(path: object, value: object) -> None:
-    """Raises ConfigError for what is not a field of the config, or a value of another type."""
+    """Raises ConfigError for a name that is no field of the config, or a value of another type."""
     if not isinstance(path, str):
         raise ConfigError(f"{path!r} is no field; write 'section.field': value")
     if path in FIELDS and path not in FREE:
@@ -205,12 +204,12 @@ def _require_field(path: object, value: object) -> None:
 
 
 def _format(value: Value) -> str:
-    """As a flag of the command line has it."""
+    """Formats a value for a flag of the command line."""
     return value if isinstance(value, str) else repr(value)
 
 
 def _require_as_given(config: config_dict.ConfigDict, wanted: Overrides) -> None:
-    """Raises ConfigError where the command line turns a value into another one."""
+    """Raises ConfigError if the command line changes a value."""
     got = dict(flatten(config.copy_and_resolve_references()))
     for path, value in wanted.items():
         if path not in got or got[path] != value:
@@ -233,23 +232,23 @@ def _require_one_process(config: config_dict.ConfigDict) -> None:
         )
 
 
-# The directory of a sweep: sweep.json, a workdir for each arm, and how far each arm has come, as the files say.
+# The directory of a sweep: sweep.json, a workdir for each arm, and the progress of each arm, read from its files.
 
 
 _STEPS = 'run.steps'
-_EXPORT = 'export'  # as app/export/ has it, which imports jax
+_EXPORT = 'export'  # finished_export.DIRECTORY
 _ANOTHER = 'give another --workdir'
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmState:
-    """How far an arm has come."""
+    """The progress of an arm."""
 
     updates: int
     is_finished: bool
-    holds_updates: bool  # --resume goes on there
+    holds_updates: bool  # --resume continues there
     has_trained: bool  # of a finished arm: whether it made an optimizer step
-    reason: str  # why it has not finished, or what a finished one lacks; '' for nothing
+    reason: str  # why it has not finished, or a defect of a finished arm; '' for nothing
 
     @property
     def word(self) -> str:
@@ -260,9 +259,9 @@ class ArmState:
 
 
 def require_same_sweep(workdir: pathlib.Path, source: str, arms: Sequence[Arm]) -> None:
-    """Raises ConfigError where the directory holds anything but this sweep, started or not; writes nothing.
+    """Raises ConfigError if the directory holds anything but this sweep, started or not; writes nothing.
 
-    Workdirs of arms that were started one by one, without sweep.json, are of this sweep.
+    Workdirs of arms that were started one by one, without sweep.json, belong to this sweep.
     """
     names = {arm.name for arm in arms}
     record = workdir / SWEEP
@@ -292,7 +291,7 @@ def note_sweep(workdir: pathlib.Path, source: str, arms: Sequence[Arm]) -> None:
 
 
 def read_state(arm: Arm) -> ArmState:
-    """How far the arm has come; a damaged file of it becomes the reason."""
+    """Returns the progress of the arm; a damaged file of it becomes the reason."""
     try:
         report = _read_report(arm)
         updates = _count_updates(arm)
@@ -306,7 +305,7 @@ def read_state(arm: Arm) -> ArmState:
 
 
 def measure_arm(arm: Arm) -> float:
-    """Returns the share of the updates of an arm that are done; 0 where a file of it is damaged."""
+    """Returns the share of an arm's updates that are done; 0 if one of its files is damaged."""
     try:
         return _count_updates(arm) / arm.config.run.steps
     except UserError:
@@ -314,7 +313,7 @@ def measure_arm(arm: Arm) -> float:
 
 
 def _require_same_arm(arm: Arm) -> None:
-    """Raises ConfigError where the arm's workdir holds updates of another config; run.steps may be raised."""
+    """Raises ConfigError if the arm's workdir holds updates of another config; run.steps may be raised."""
     path = arm.workdir / CONFIG
     if not path.exists() or not (_holds_updates(arm.workdir) or (arm.workdir / REPORT).exists()):
         return
@@ -335,7 +334,7 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
 
 
 def _read_report(arm: Arm) -> files.JsonObject | None:
-    """report.json of an arm that has made all its updates and written its export; None for any other."""
+    """Returns report.json of an arm that has made all its updates and written its export; None for any other."""
     path = arm.workdir / REPORT
     report = files.read_json(path, 'remove it: the arm writes it again') if path.exists() else {}
     is_whole = report.get('steps') == arm.config.run.steps and report.get('finished', True)

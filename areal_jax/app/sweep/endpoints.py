@@ -1,4 +1,4 @@
-"""What arms are compared by, and the comparison of arms in pairs of equal seeds."""
+"""The numbers by which arms are compared, and the comparison of arms in pairs of equal seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_jax.report.statistics import CONFIDENCE, cluster_interval
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, number
 
-LAST_SHARE = 0.1  # of the updates, over which the last reward is a mean
+LAST_SHARE = 0.1  # of the updates; the last reward is the mean over them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Curve:
     values: tuple[float, ...]
 
     def axis(self, name: str) -> tuple[float, ...]:
-        """One of updates, tokens, seconds."""
+        """Returns the values of one axis: updates, tokens or seconds."""
         return {'updates': self.updates, 'tokens': self.tokens, 'seconds': self.seconds}[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmRecord:
-    """What an arm left: its curves, and its report.json (empty where it has not finished)."""
+    """The results of an arm: its curves, and its report.json (empty if it has not finished)."""
 
     reward: Curve  # mean of each batch
-    evaluation: Curve  # held-out score; before training, beside it, after it
+    evaluation: Curve  # held-out score before, during and after training
     tokens: float  # trained
     seconds: float  # of the clock, to the last update
     report: files.JsonObject
@@ -46,7 +46,7 @@ class ArmRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Horizon:
-    """How far every finished arm came: areas end there, so that they are over the same range."""
+    """The progress that every finished arm reached: areas end there, so that all cover the same range."""
 
     tokens: float
     seconds: float
@@ -66,7 +66,7 @@ Values: TypeAlias = Mapping[str, float]  # by the name of an endpoint
 
 
 def read_record(metrics: Sequence[Line], report: files.JsonObject) -> ArmRecord:
-    """The record of one arm, from the lines of metrics.jsonl and from report.json."""
+    """Returns the record of one arm, from the lines of metrics.jsonl and from report.json."""
     tokens = list(itertools.accumulate(number(line, names.TOKENS_TRAINED) or 0.0 for line in metrics))
     seconds = [number(line, names.TIME) or 0.0 for line in metrics]
     rewards = [number(line, names.REWARD_MEAN) for line in metrics]
@@ -83,7 +83,7 @@ def read_record(metrics: Sequence[Line], report: files.JsonObject) -> ArmRecord:
 
 
 def common_horizon(records: Sequence[ArmRecord]) -> Horizon:
-    """The least tokens and seconds of the finished arms; zeros without any."""
+    """Returns the least tokens and seconds of the finished arms; zeros without a finished arm."""
     return Horizon(
         min((record.tokens for record in records), default=0.0),
         min((record.seconds for record in records), default=0.0),
@@ -93,7 +93,7 @@ def common_horizon(records: Sequence[ArmRecord]) -> Horizon:
 def mean_of_steps(ends: Sequence[float], values: Sequence[float], until: float) -> float | None:
     """Mean over [0, until] of the function that is values[k] on (ends[k - 1], ends[k]]; None for nothing to average.
 
-    The last value holds on where `until` is beyond the last end.
+    If `until` is beyond the last end, the last value continues.
     """
     if not values or until <= 0:
         return None
@@ -118,7 +118,7 @@ def mean_of_line(places: Sequence[float], values: Sequence[float], until: float)
 
 
 def endpoint_values(record: ArmRecord, horizon: Horizon) -> dict[str, float]:
-    """Those endpoints of a finished arm that it has."""
+    """Returns the endpoints that a finished arm has, by name."""
     found = {endpoint.name: endpoint.read(record, horizon) for endpoint in ENDPOINTS}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -158,7 +158,7 @@ def _mean_of_evaluations(axis: str) -> Callable[[ArmRecord, Horizon], float | No
 
 
 def _scores(report: files.JsonObject) -> list[tuple[int, float]]:
-    """(version, held-out score), sampled answers where there are any, else greedy; ends included."""
+    """Returns (version, held-out score), of sampled answers if there are any, else greedy; both ends included."""
     curve, ends = report.get('evaluation_curve') or [], report.get('evaluation_curve_ends')
     if not curve or not ends:
         return []
@@ -204,17 +204,17 @@ ENDPOINTS = (
 )
 
 
-# Statistics of arms that share seeds: paired differences, corrections for several arms, what the pairing buys.
+# Statistics of arms that share seeds: paired differences, corrections for several arms, the gain from pairing.
 #
-# A seed is the unit: the runs of one seed have prompts, initial weights and sampling noise in common, so the
-# difference between two arms is taken seed by seed.
+# A seed is the unit: the runs of one seed share prompts, initial weights and sampling noise, so the difference between
+# two arms is taken seed by seed.
 
 
 LEAST_R = 0.3  # below it, the page says that pairing buys nothing
 BOOTSTRAP_SEEDS = 5  # with fewer, a bootstrap interval is hardly more than the range of the differences
 _RESAMPLES = 9999
-_SAME = 1 - 1e-12  # from here on, differences are equal but for rounding
-_CORRELATION_SEEDS = 3  # with fewer, the differences say nothing about a correlation
+_SAME = 1 - 1e-12  # from this r on, differences are equal up to rounding
+_CORRELATION_SEEDS = 3  # with fewer, the differences do not determine a correlation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,32 +227,32 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """What common random numbers buy, from n seeds.
+    """The gain from common random numbers, from n seeds.
 
         r = 2 cov(a, b) / (var a + var b),   var(b - a) = (var a + var b) (1 - r)
 
-    r is Pearson's correlation where the two variances agree; in this form the second equation is exact.
+    r is Pearson's correlation if the two variances are equal; in this form the second equation is exact.
     """
 
     n: int
     r: float
     paired_error: float  # standard error of the mean of the differences
-    unpaired_error: float  # the same for arms with seeds of their own, as many each
+    unpaired_error: float  # the same for arms with different seeds, equally many each
 
     @property
     def seeds_factor(self) -> float:
-        """1 / (1 - r): how many times as many seeds arms without common random numbers need."""
+        """1 / (1 - r): the factor by which arms without common random numbers need more seeds."""
         return 1 / (1 - self.r) if self.r < _SAME else math.inf
 
     @property
     def error_factor(self) -> float:
-        """1 / sqrt(1 - r): by which factor the standard error of a difference is smaller than without pairing."""
+        """1 / sqrt(1 - r): the factor by which pairing reduces the standard error of a difference."""
         return math.sqrt(self.seeds_factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class PairedDifference:
-    """Second arm minus first over the seeds that both have; None where there are too few seeds."""
+    """Second arm minus first over the seeds that both have; None if there are too few seeds."""
 
     n: int  # seeds
     mean: float
@@ -263,7 +263,7 @@ class PairedDifference:
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
-    """Compares two arms; the values at one position are of one seed.
+    """Compares two arms; the values at one position belong to one seed.
 
         d_s = second_s - first_s,   t = mean(d) sqrt(n) / std(d)
 
@@ -287,7 +287,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
 def t_probability(differences: Sequence[float]) -> float | None:
     """Two-sided p of Student's test that the mean difference is 0; None for fewer than 2 differences.
 
-    Differences that are all the same have p 1 where they are 0, and p 0 elsewhere.
+    If all differences are equal, p is 1 if they are 0, and 0 otherwise.
     """
     n = len(differences)
     if n < 2:
@@ -320,7 +320,7 @@ def bootstrap_bounds(differences: Sequence[float]) -> Bounds | None:
 
 
 def pairing_gain(first: Sequence[float], second: Sequence[float]) -> Pairing | None:
-    """What pairing buys for these arms; None for fewer than 3 seeds, and where no value differs between seeds."""
+    """Returns the gain from pairing these arms; None for fewer than 3 seeds, or if no value differs between seeds."""
     n = len(first)
     if n < _CORRELATION_SEEDS:
         return None

@@ -1,4 +1,4 @@
-"""Runs arms as processes, so many at a time, until all have ended or the sweep is told to stop."""
+"""Runs arms as processes, at most `jobs` at a time, until all have ended or the sweep is told to stop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from areal_jax.app.sweep.arms import ArmState
 from areal_jax.app.workdir.run_list import ENDED, LOG, STARTED, describe_code
 from areal_jax.telemetry.progress import Bar, format_duration
 
-_LOOK_S = 0.1  # between two looks at the processes
-_SHOW_S = 2.0  # between two counts on the bar, which read files of the arms
-_MOST_STARTS = 3  # of an arm that a signal ends
+_LOOK_S = 0.1  # between two polls of the processes
+_SHOW_S = 2.0  # between two updates of the bar, which read files of the arms
+_MOST_STARTS = 3  # of an arm that a signal ends, in all
 _KILL_S = 10.0
 
 
 class Job(Protocol):
-    """What a process does: an arm, or several."""
+    """The work of a process: an arm, or several."""
 
     @property
     def name(self) -> str: ...
@@ -45,7 +45,7 @@ AnyJob = TypeVar('AnyJob', bound=Job)
 
 @dataclasses.dataclass
 class RunningArm(Generic[AnyJob]):
-    """The process of an arm; what it prints is appended to output.log in the arm's workdir."""
+    """The process of an arm; its output is appended to output.log in the arm's workdir."""
 
     arm: AnyJob
     process: subprocess.Popen[bytes]
@@ -53,7 +53,7 @@ class RunningArm(Generic[AnyJob]):
 
     @classmethod
     def start(cls, arm: AnyJob, resume: bool) -> RunningArm[AnyJob]:
-        """Starts the arm; --resume goes on from its newest checkpoint."""
+        """Starts the arm; with `resume` it continues from its newest checkpoint."""
         arm.workdir.mkdir(parents=True, exist_ok=True)
         with (arm.workdir / LOG).open('ab') as log:
             log.write(f'{STARTED}{shlex.join(arm.command(resume))}\n'.encode())
@@ -63,26 +63,26 @@ class RunningArm(Generic[AnyJob]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the sweep alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the sweep
             )
         return cls(arm, process, time.monotonic())
 
     def note_end(self, code: int) -> None:
-        """Says in the log how the process ended."""
+        """Writes to the log how the process ended."""
         writer = files.LineWriter(self.arm.workdir / LOG)
         writer.write(f'{ENDED}{describe_code(code)}')
         writer.close()
 
 
 class Runner(Generic[AnyJob]):
-    """Runs arms; one that fails does not keep the others from running.
+    """Runs arms; an arm that fails does not keep the others from running.
 
-    An arm that a signal ended, for want of memory for example, is started again, _MOST_STARTS times in all.
+    An arm that a signal ended, for lack of memory for example, is restarted, up to _MOST_STARTS starts in all.
 
     Args:
-      jobs: how many run at a time.
-      read_state: how far one has come, as its files say.
-      measure: the share of one that is done, for the bar of a terminal.
+      jobs: the number of arms that run at a time.
+      read_state: returns the progress of an arm, from its files.
+      measure: returns the share of an arm that is done, for the bar of a terminal.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Runner(Generic[AnyJob]):
         self.is_stopping = False
 
     def run(self, interrupts: Interrupts) -> None:
-        """Returns when every arm has ended; after a stop signal, which goes to the arms, no further one is started."""
+        """Returns when every arm has ended; a stop signal is passed on to the arms, and no further arm is started."""
         with interrupts.deferred(self._stops.put, 'the arms finish the update under way, then save'):
             try:
                 self._bar.begin(f'running {self._count} arms')
@@ -149,14 +149,14 @@ class Runner(Generic[AnyJob]):
                 self._waiting.append(arm)
 
     def _show(self) -> None:
-        """Counts on the bar what has ended, and the shares of what runs."""
+        """Counts the ended arms, and the shares of the running ones, on the bar."""
         if self._bar.is_possible and time.monotonic() - self._shown_s > _SHOW_S:
             self._shown_s = time.monotonic()
             ended = self._count - len(self._waiting) - len(self._running)
             self._bar.count(ended + sum(self._measure(one.arm) for one in self._running), self._count, 'arms')
 
     def _kill(self) -> None:
-        """Ends what still runs where this process fails."""
+        """Ends the processes that still run if this process fails."""
         for running in self._running:
             running.process.kill()
         for running in self._running:

@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """One arm: its state, and its endpoints where it has finished."""
+    """One arm: its state, and its endpoints if it has finished."""
 
     arm: Arm
     state: ArmState
     values: Values
-    weights: str  # SHA-256 of the last version; '' where it has not finished
+    weights: str  # SHA-256 of the last version; '' if it has not finished
     record: ArmRecord | None  # None: not finished
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupResult:
-    """Arms that differ in seed only, finished or not, and means over the seeds that have finished."""
+    """Arms that differ only in seed, finished or not, and means over the finished seeds."""
 
     name: str
     arms: tuple[ArmResult, ...]
@@ -73,17 +73,17 @@ class GroupResult:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A group against the first one, over the seeds that have finished in both."""
+    """A group compared with the first one, over the seeds that have finished in both."""
 
     endpoint: str
     group: str
     difference: PairedDifference
-    holm_p: float | None  # over the groups that are compared in this endpoint
+    holm_p: float | None  # over the groups that are compared by this endpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Everything that the table says."""
+    """The contents of the tables and the page."""
 
     source: str  # --config
     groups: tuple[GroupResult, ...]
@@ -95,12 +95,12 @@ class Results:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Those that at least one finished arm has."""
+        """The endpoints that at least one finished arm has."""
         return [endpoint for endpoint in ENDPOINTS if any(endpoint.name in result.values for result in self.arms)]
 
     @property
     def outcomes(self) -> list[Endpoint]:
-        """Those of them that are compared."""
+        """The endpoints by which arms are compared, of those that a finished arm has."""
         return [endpoint for endpoint in self.endpoints if endpoint.is_outcome]
 
 
@@ -159,7 +159,7 @@ def _compare(groups: Sequence[GroupResult]) -> list[Comparison]:
 
 
 def _pair(endpoint: Endpoint, first: GroupResult, second: GroupResult) -> tuple[list[float], list[float]] | None:
-    """Values of the seeds that both groups have, in ascending order of the seeds; None without any."""
+    """Returns the values of the seeds that both groups have, by ascending seed; None if they share no seed."""
     values = [
         {result.arm.seed: result.values[endpoint.name] for result in group.arms if endpoint.name in result.values}
         for group in (first, second)
@@ -170,8 +170,8 @@ def _pair(endpoint: Endpoint, first: GroupResult, second: GroupResult) -> tuple[
 
 # The tables of a sweep as files for other programs: results.csv and differences.csv.
 #
-# results.csv has a row for each arm, unfinished ones too, and for each group the rows mean, low and high. Numbers
-# have all their digits; what is not known is empty.
+# results.csv has a row for each arm, unfinished ones included, and the rows mean, low and high for each group. Numbers
+# have all their digits; unknown values are empty.
 
 
 RESULTS, DIFFERENCES = 'results.csv', 'differences.csv'
@@ -239,7 +239,7 @@ def _render(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-# Pictures of a sweep: curves with bands over seeds, and every endpoint with its seeds.
+# Plots of a sweep: curves with bands over seeds, and every endpoint with its seeds.
 
 
 DIRECTORY = 'plots'
@@ -247,12 +247,12 @@ _WIDTH = 13  # inches
 _STYLES, _MARKERS = ('-', '--', ':', '-.'), ('o', 's', '^', 'D')  # by the number of a look
 _PLACES = 200  # along an axis, at which a band is drawn
 _PANELS = 3  # of endpoints in a row
-_FEW = 4  # groups, up to which bands are told apart
+_FEW = 4  # groups; with more, bands are fainter
 _AXES = {'updates': 'update', 'tokens': 'trained tokens', 'seconds': 'seconds of the clock'}
 
 
 def write_plots(results: Results, workdir: pathlib.Path) -> list[str]:
-    """Writes WORKDIR/plots/*.png; returns the paths, relative to the work directory, of those that have data."""
+    """Writes WORKDIR/plots/*.png; returns the paths of the plots with data, relative to the work directory."""
     directory = workdir / DIRECTORY
     directory.mkdir(exist_ok=True)
     rewards = [len(result.record.reward.values) for result in results.arms if result.record]
@@ -271,10 +271,10 @@ def write_plots(results: Results, workdir: pathlib.Path) -> list[str]:
 
 
 def band(curves: Sequence[Curve], axis: str, smoothing: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(places, mean, lowest, highest) of several seeds along an axis, over the range that all of them cover.
+    """Returns (places, mean, lowest, highest) of several seeds along an axis, over the range that all of them cover.
 
-    Each curve is first replaced by the mean of its last `smoothing` points, then read between its points by straight
-    lines.
+    Each curve is first smoothed by the mean of its last `smoothing` points, then interpolated linearly between its
+    points.
     """
     lines = [(np.array(curve.axis(axis)), np.array(moving_mean(curve.values, smoothing))) for curve in curves]
     places = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), _PLACES)
@@ -285,7 +285,7 @@ def band(curves: Sequence[Curve], axis: str, smoothing: int) -> tuple[np.ndarray
 def _plot_curves(
     results: Results, path: pathlib.Path, take: Callable[[ArmRecord], Curve], smoothing: int, label: str
 ) -> bool:
-    """One panel for each of _AXES. False: no data, no file."""
+    """Draws one panel for each of _AXES. Returns False if there is no data, and so no file."""
     curves = {
         index: [
             take(result.record) for result in group.finished if result.record and len(take(result.record).values) > 1
@@ -317,7 +317,7 @@ def _plot_curves(
 
 
 def _draw_legend(figure: Figure, axes: Axes, field: str, names: Sequence[str]) -> None:
-    """Beside the panels, in the order of the looks; its title is the field that the colours follow."""
+    """Draws the legend next to the panels, in the order of the looks; its title is the field that colours follow."""
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda index: names.index(labels[index].rpartition(' (')[0]))
     figure.legend(
@@ -327,7 +327,7 @@ def _draw_legend(figure: Figure, axes: Axes, field: str, names: Sequence[str]) -
 
 
 def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
-    """A panel for each outcome: thin lines join the points of one seed. False: no data, no file."""
+    """Draws a panel per outcome; thin lines join the points of one seed. False: no data, no file."""
     if not results.outcomes:
         return False
     rows = -(-len(results.outcomes) // _PANELS)
@@ -344,7 +344,7 @@ def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
 
 
 def draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint, looks: Mapping[str, Look]) -> None:
-    """A row a group, so that names of any length fit."""
+    """Draws one row per group, so that names of any length fit."""
     seeds: dict[int, list[tuple[float, int]]] = {}
     for row, group in enumerate(results.groups):
         for result in group.arms:
@@ -369,7 +369,7 @@ def draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint, looks: Mappi
 
 
 def group_looks(results: Results) -> tuple[str, dict[str, Look]]:
-    """The config field that the colours of the groups follow, '' for none; and the look of each group."""
+    """Returns the config field that the groups' colours follow ('' if none does), and the look of each group."""
     return choose_looks({group.name: group.arms[0].arm.values() for group in results.groups})
 
 
@@ -382,7 +382,7 @@ _MOST_GROUPS = 12  # on the last screen
 
 
 def render_page(results: Results, pictures: Sequence[str]) -> str:
-    """Markdown; `pictures` are paths relative to the page."""
+    """Renders the page as Markdown; `pictures` are paths relative to the page."""
     sections = [
         '# Results of a sweep',
         _what_ran(results),
@@ -430,7 +430,7 @@ def _pick_ends(finished: Sequence[ArmResult]) -> tuple[ArmResult, ArmResult]:
 
 
 def describe_missing(results: Sequence[ArmResult]) -> str:
-    """'2 of 6 arms have not finished: a (with code 2: ...), b (it was stopped)'; '' where all have."""
+    """Returns '2 of 6 arms have not finished: a (with code 2: ...), b (it was stopped)'; '' if all have finished."""
     missing = [result for result in results if not result.state.is_finished]
     if not missing:
         return ''
@@ -448,7 +448,7 @@ def _what_ran(results: Results) -> str:
 
 
 def _unfinished(results: Results) -> list[str]:
-    """Arms that have not finished, and finished ones that lack something."""
+    """Lists the arms that have not finished, and finished arms that lack something."""
     rows = [
         (
             result.arm.name,
@@ -545,7 +545,7 @@ def _probability(p: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three decimals below 10, as rewards and scores need them."""
+    """Formats a value with three decimals below 10, as rewards and scores need."""
     return f'{value:.3f}' if value is not None and abs(value) < 10 else format_number(value)
 
 
@@ -554,6 +554,6 @@ def _signed(value: float) -> str:
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Renders a Markdown table."""
     lines = [head, ['---'] * len(head), *rows]
     return '\n'.join(f'| {" | ".join(cell.replace("|", "/") for cell in line)} |' for line in lines)

@@ -1,1 +1,1 @@
-"""The directory of a run, and what it says of runs that are there."""
+"""Manages the directory of a run, and lists the runs below a directory."""

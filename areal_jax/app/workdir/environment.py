@@ -1,4 +1,4 @@
-"""Where a run computes: commit, package versions, hardware, and what the bits of its numbers depend on."""
+"""Describes the environment of a run: commit, package versions, hardware, and other causes of different bits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PACKAGES = ('areal_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', '
 
 
 def git_commit() -> str | None:
-    """The commit of the clone, '-dirty' when it has changes; None where the package is installed."""
-    if (root := find_clone()) is None:  # a repository around an installation has other commits
+    """Returns the commit of the clone, with '-dirty' if it has changes; None if the package is installed."""
+    if (root := find_clone()) is None:  # a repository around an installation has unrelated commits
         return None
     command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
     try:
@@ -39,7 +39,7 @@ def package_versions() -> dict[str, str]:
 
 
 class Hardware(TypedDict):
-    """Where a run computes."""
+    """The cores, instruction set and devices of a run."""
 
     cores: int  # that this process may use
     machine: str  # instruction set
@@ -47,9 +47,9 @@ class Hardware(TypedDict):
 
 
 def hardware(devices: Sequence[str] | None = None) -> Hardware:
-    """Cores this process may use, instruction set and accelerators, which may belong to other processes.
+    """Returns the cores this process may use, the instruction set, and accelerators, also of other processes.
 
-    Starts jax to find its devices where they are not given.
+    Starts jax to find its devices if `devices` is None.
     """
     if devices is None:
         import jax
@@ -59,7 +59,7 @@ def hardware(devices: Sequence[str] | None = None) -> Hardware:
     return {'cores': cores, 'machine': platform.machine(), 'devices': list(devices)}
 
 
-# Where a run computes, as far as its numbers depend on it: written at every start, compared before a replay.
+# The environment, as far as the numbers of a run depend on it: written at every start, compared before a replay.
 
 
 _CPU_INFO = pathlib.Path('/proc/cpuinfo')  # of Linux
@@ -69,19 +69,19 @@ _MOST_FLAGS = 8  # named in a sentence
 
 
 class Environment(TypedDict):
-    """What the bits of a result depend on, besides config, seed and data."""
+    """The causes of different bits in a result, apart from config, seed and data."""
 
     commit: str | None  # of this program
     versions: Mapping[str, str]  # of Python and packages
     machine: str  # 'x86_64'
-    instructions: list[str]  # flags of the CPU, sorted; [] where the system does not say
+    instructions: list[str]  # flags of the CPU, sorted; [] if the system does not list them
     devices: list[str]
-    cores: int  # that the process may use: the number of threads of XLA
+    cores: int  # cores that the process may use: the number of threads of XLA
     settings: Mapping[str, str]  # variables of the environment that change what XLA computes
 
 
 def read_environment(devices: Sequence[str] | None = None) -> Environment:
-    """Of this process; starts jax to find its devices where they are not given."""
+    """Reads the environment of this process; starts jax to find its devices if they are not given."""
     if devices is None:
         import jax
 
@@ -99,7 +99,7 @@ def read_environment(devices: Sequence[str] | None = None) -> Environment:
 
 
 def describe_differences(recorded: Environment, here: Environment) -> list[str]:
-    """'jaxlib 0.10.2 -> 0.10.3', ... : what is another one here than there."""
+    """Lists the differences between the recorded environment and this one: 'jaxlib 0.10.2 -> 0.10.3', ..."""
     found = [
         f'{name} {_change(recorded["versions"].get(name), here["versions"].get(name))}'
         for name in sorted({*recorded['versions'], *here['versions']})

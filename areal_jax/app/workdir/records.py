@@ -1,4 +1,4 @@
-"""What a run notes of itself so that it can be replayed: its starts, the user's own code, and one file of all of it."""
+"""The records of a run that make it replayable: its starts, the user's own code, and one file with all of it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Digests = Mapping[str, Mapping[str, str]]  # by config field: {'function': ..., 
 
 
 def load_own_code(config: config_dict.ConfigDict) -> Digests:
-    """Loads every own function that the run uses, and says which file each comes from.
+    """Loads every own function that the run uses, and returns the file of each with its digest.
 
-    An own advantage is called once, with rewards 0 and 1 in groups of the size that the run has.
-    Raises UserError for a function that cannot be loaded, and an advantage that does not return one number a reward.
+    An own advantage is called once, with rewards 0 and 1 in groups of the run's size. Raises UserError for a function
+    that cannot be loaded, and an advantage that does not return one number per reward.
     """
     found = {}
     for field, spec in _own_functions(config):
@@ -70,7 +70,7 @@ def load_own_code(config: config_dict.ConfigDict) -> Digests:
 
 
 def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> None:
-    """Writes the digests to the workdir. A resumed run goes on with files that were changed, and says so."""
+    """Writes the digests to the workdir. A resumed run continues with changed files, and prints a warning."""
     path = workdir / OWN_CODE
     before = files.read_json(path, 'remove it: a resume writes it again') if resume and path.exists() else {}
     for field, now in found.items():
@@ -86,7 +86,7 @@ def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> Non
 
 
 def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
-    """(field, spec)."""
+    """Yields (field, spec) for each own function."""
     fields = ['task.name', 'telemetry.hook']
     fields.append(OBJECTIVE)
     if find_objective(config.loss.objective).generates:
@@ -103,7 +103,7 @@ def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def _example(config: config_dict.ConfigDict) -> list[TrajectoryGroup]:
-    """An update of full groups whose rewards alternate between 0 and 1."""
+    """Returns an update of full groups whose rewards alternate between 0 and 1."""
     prompt = Prompt(0, np.zeros(0, np.int32), '', {})
     answers = [Trajectory(prompt, i, (), float(i % 2), 'stop', '', 0.0, 0.0) for i in range(config.rollout.group_size)]
     return [TrajectoryGroup(draw, tuple(answers)) for draw in range(config.learner.groups_per_update)]
@@ -124,7 +124,7 @@ class DataFile(TypedDict):
     """A file that a start read."""
 
     path: str
-    sha256: str  # of task.path, a trace and a plan; of model.path, workdir.sample_digest
+    sha256: str  # of task.path, a trace and a plan; for model.path, run_directory.sample_digest
 
 
 class Start(TypedDict):
@@ -134,7 +134,7 @@ class Start(TypedDict):
     config: Mapping[str, Any]  # resolved, nested by section
     environment: Environment
     data: dict[str, DataFile]  # by config field
-    # evaluations.json at that time: which versions the starts before had evaluated after their last checkpoint
+    # evaluations.json at that time: versions that earlier starts had evaluated after their last checkpoint
     evaluations: files.JsonObject | None
     sandbox: NotRequired[SandboxRecord | None]  # of the scorer; absent in records of earlier versions
 
@@ -162,7 +162,7 @@ def note_start(
 
     Args:
       weights: the file or directory that the run begins from; None = drawn by config and seed.
-      sandbox: of the task's scorer; None = it has none.
+      sandbox: of the task's scorer; None = the scorer has no sandbox.
       environment: None = the environment of this process.
     """
     path = workdir / STARTS
@@ -182,7 +182,7 @@ def note_start(
 
 
 def read_starts(content: bytes, name: str) -> list[Start]:
-    """The starts in the bytes of a starts.json; raises FileError, which begins with `name`."""
+    """Parses the bytes of a starts.json into starts; raises FileError, which begins with `name`."""
     starts = files.parse_object(content, name, _FIX).get('starts')
     if not isinstance(starts, list):
         raise files.FileError(f"{name} has no list 'starts'; {_FIX}")
@@ -200,7 +200,7 @@ def read_starts(content: bytes, name: str) -> list[Start]:
 
 
 def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
-    """The files that a config names, by field, except the files of the model."""
+    """Returns the files that a config names, by field, except the files of the model."""
     found, simulation = {}, values.get('simulation', {})
     has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
     if values['task']['path'] and has_task:
@@ -213,13 +213,13 @@ def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
 
 
 def digest(file: pathlib.Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Returns the SHA-256 of a file, in hex."""
     with file.open('rb') as content:
         return hashlib.file_digest(content, 'sha256').hexdigest()
 
 
 def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:
-    """The config whose resolved values these are; a field that they lack has its default, or what runs did without it.
+    """Returns the config with these resolved values; a missing field gets its default, or its near_names.FORMER value.
 
     Raises ConfigError, which begins with `where`, for a field that this version does not know, or of another type.
     """
@@ -245,18 +245,18 @@ def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigD
     return config
 
 
-# What a replay needs of a run: read from its workdir, or from one compressed file that `pack` makes of it.
+# The parts of a run that a replay needs: read from its workdir, or from the compressed file that `pack` makes of it.
 
 
 FORMAT = 1  # of a packed run
 _INDEX = 'packed.json'  # {'format', 'name', 'sha256': by member}
-_PARTS = (CONFIG, EVENTS, STARTS, FACTS, OWN_CODE)  # the last two where the run has them
+_PARTS = (CONFIG, EVENTS, STARTS, FACTS, OWN_CODE)  # the last two if the run has them
 _PACK_AGAIN = 'pack the run again with main_replay --portable'
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """A run as its files tell it."""
+    """A run, read from its files."""
 
     name: str  # the workdir or the file, for errors
     parts: Mapping[str, bytes]  # contents by name in the workdir
@@ -267,12 +267,12 @@ class RecordedRun:
     own_code: Digests
 
     def where(self, part: str) -> str:
-        """The name of one of its files, for errors."""
+        """Returns the name of one of its files, for errors."""
         return f'{self.name}/{part}'
 
 
 def read_workdir(workdir: pathlib.Path) -> RecordedRun:
-    """The run of a workdir; raises UserError for a directory without one, and for one that is running."""
+    """Reads the run of a workdir; raises UserError for a directory without a run, and for a run in progress."""
     if not (workdir / CONFIG).is_file() or not (workdir / EVENTS).is_file():
         raise UserError(f'--workdir={workdir} holds no run of asynchronous RL: it has no {CONFIG} with {EVENTS}')
     if holder := files.find_holder(workdir):
@@ -282,7 +282,7 @@ def read_workdir(workdir: pathlib.Path) -> RecordedRun:
 
 
 def read_packed(path: pathlib.Path) -> RecordedRun:
-    """The run in a file of `pack`; raises FileError for a file that is not whole, or none of these."""
+    """Reads the run in a file of `pack`; raises FileError for an incomplete file, or a file of another kind."""
     parts: dict[str, bytes] = {}
     try:
         with tarfile.open(path, 'r:xz') as archive:
@@ -309,7 +309,7 @@ def read_packed(path: pathlib.Path) -> RecordedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """An event log with the config that its run had."""
+    """An event log with the config of its run."""
 
     name: str
     events: Sequence[Event]
@@ -318,7 +318,7 @@ class Log:
 
 
 def read_log(path: pathlib.Path) -> Log:
-    """The log in an events.jsonl, a workdir or a packed run; raises FileError for a file that is missing or no log."""
+    """Reads the log of an events.jsonl, a workdir or a packed run; raises FileError for a missing file or no log."""
     file = path / EVENTS if path.is_dir() else path
     try:
         content = file.read_bytes()
@@ -363,7 +363,7 @@ def pack(run: RecordedRun, path: pathlib.Path) -> int:
 
 
 def parse_run(parts: Mapping[str, bytes], name: str) -> RecordedRun:
-    """The run whose files have these contents; raises UserError for one that is missing or not whole."""
+    """Parses the files' contents into a run; raises UserError for a file that is missing or incomplete."""
     for part in (CONFIG, EVENTS):
         if part not in parts:
             raise files.FileError(f'{name} has no {part}; {_FIX}')

@@ -1,4 +1,4 @@
-"""The directory of a run or an evaluation: what may be there before, what is written, what a resume must share."""
+"""The directory of a run or an evaluation: permitted contents, written files, and rules for resuming."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ CHECKPOINTS = 'checkpoints'
 PROLONGATIONS = 'prolongations.json'
 # files that an attempt writes while it runs; renamed when the next attempt starts again at update 0
 _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', DIRECTORY, PROLONGATIONS)
-# where and in which form it is computed may change on the way: checkpoints are read by regions, one leaf per layer
+# the devices and the form of a computation may change between starts: checkpoints are read by regions, one leaf per
+# layer
 _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.sandbox', 'task.max_filtered_groups'),
     *('run.compilation_', 'run.export', 'server.'),
-    # the servers may be others
+    # the servers may be different ones
     *('rollout.urls', 'rollout.max_retries', 'rollout.max_mismatch', 'rollout.pause_lease_s'),
 )
-_SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
+_SCORED = ('evaluation.problems', 'evaluation.samples')  # the scores before and after depend on them
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
 _DAY = 'model.template_date'
 _BLOCKS, _BLOCK_BYTES = 256, 4096
@@ -58,7 +59,7 @@ class _Prolongation(TypedDict):
 
 
 class _Count(TypedDict):
-    """Of optimizer steps."""
+    """Counts of optimizer steps."""
 
     applied: int
     skipped: int
@@ -70,10 +71,10 @@ _ARE_PROLONGATIONS, _IS_COUNT = check_of(list[_Prolongation]), check_of(_Count)
 def settle_config(
     config: config_dict.ConfigDict, workdir: pathlib.Path, overrides: Collection[str], *, resume: bool
 ) -> config_dict.ConfigDict:
-    """The config with the values of those fields that a run takes at its first start and keeps, as far as none is set.
+    """Returns the config with the fields that a run keeps from its first start filled in, unless they are set.
 
-    These are `structure.FORMER`: which ids end an answer, and the day that chat templates see. A run that was saved
-    without such a field goes on as it began.
+    These are the fields of near_names.FORMER: the ids that end an answer, and the day that chat templates see. A run
+    that was saved without such a field continues as it began.
 
     Args:
       overrides: the fields that the command line sets.
@@ -93,14 +94,14 @@ def _value(config: config_dict.ConfigDict, field: str) -> object:
 
 
 def holds_run(workdir: pathlib.Path) -> bool:
-    """Whether a run has started there, so that it can be resumed."""
+    """Whether a run has started in the directory, so that it can be resumed."""
     return (workdir / CONFIG).exists()
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> None:
-    """Makes the directory, and writes config.json where a run begins.
+    """Creates the directory, and writes config.json if a run begins.
 
-    Raises ConfigError for a run there that would be overwritten or continued differently.
+    Raises ConfigError if an existing run would be overwritten or continued differently.
 
     Args:
       values: the config as a plain nested dict.
@@ -133,9 +134,8 @@ def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> N
 def continue_run(workdir: pathlib.Path, values: Values, update: int) -> None:
     """Prepares the workdir of a run that continues after `update`, and writes config.json.
 
-    If updates are still to come, the report is renamed and the score of the last weights removed, since both
-    will be outdated. If what evaluations measure was changed, all earlier scores are renamed. A raised run.steps is
-    noted.
+    If further updates follow, the report is renamed and the score of the last weights removed, since both will be
+    outdated. If the fields of evaluations were changed, all earlier scores are renamed. A raised run.steps is noted.
     """
     saved, current = _read_config(workdir), dict(flatten(values))
     changed = [field for field in _SCORED if field in saved and saved[field] != current.get(field)]
@@ -159,7 +159,7 @@ def start_again(workdir: pathlib.Path, values: Values) -> None:
 
 
 def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> CheckpointError:
-    """Says loudly that the checkpoint after the last update failed; the error with which the run ends."""
+    """Warns that the checkpoint after the last update failed; returns the error with which the run ends."""
     sentence = f'warning: the checkpoint after the last update failed; the report follows: {error}'
     print(sentence, file=sys.stderr, flush=True)
     return CheckpointError(
@@ -169,7 +169,7 @@ def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> Checkpoin
 
 
 def describe_unexported(error: UserError, workdir: pathlib.Path) -> UserError:
-    """The error with which a run ends whose export failed."""
+    """Returns the error that ends a run whose export failed."""
     return UserError(
         f'the run has finished and its report is in {workdir}, but the export failed: {error}. The same command with '
         '--resume writes it'
@@ -177,7 +177,7 @@ def describe_unexported(error: UserError, workdir: pathlib.Path) -> UserError:
 
 
 def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
-    """{'at_update', 'from_steps', 'to_steps'} for every time that run.steps was raised."""
+    """Reads {'at_update', 'from_steps', 'to_steps'} for every time that run.steps was raised."""
     path = workdir / PROLONGATIONS
     found = files.read_json(path, _RESTORE).get('prolongations') if path.exists() else []
     if not _ARE_PROLONGATIONS(found):
@@ -186,7 +186,7 @@ def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
 
 
 def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
-    """report.json of a run that has made all its `steps` updates; None where it was not written."""
+    """Reads report.json of a run that has made all its `steps` updates; None if it was not written."""
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
     made_by_the_run = found.get('steps') == steps and found.get('finished', True)  # main_report reports unfinished runs
@@ -196,10 +196,10 @@ def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
 
 
 def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:
-    """Writes down which weights a run starts from; None = drawn by config and seed.
+    """Records the weights that a run starts from; None = drawn by config and seed.
 
-    Raises ConfigError where a resumed run finds other files there: the reference model is not in a checkpoint, and
-    shapes would not show it.
+    Raises ConfigError if a resumed run finds other files there: the reference model is not in a checkpoint, and shapes
+    would not reveal the change.
     """
     if source is None:
         return
@@ -215,7 +215,7 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
 def sample_digest(source: pathlib.Path) -> str:
     """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
 
-    Blocks are enough: other weights differ in nearly every one, and reading 60 GB at every start would take minutes.
+    Blocks are enough: other weights differ in nearly every block, and reading 60 GB at every start would take minutes.
     For a checkpoint, the digest covers its table of contents, which holds the checksum of every array.
     """
     if (source / CONTENTS).is_file():
@@ -238,7 +238,7 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
 
 
 def _read_config(workdir: pathlib.Path) -> Values:
-    """By 'section.field'; empty if no run has started."""
+    """Reads the config by 'section.field'; empty if no run has started."""
     path = workdir / CONFIG
     return dict(flatten(read_saved(path, _RESTORE))) if path.exists() else {}
 
@@ -294,7 +294,7 @@ def _remove_score_after(path: pathlib.Path) -> None:
 
 
 def _put_aside(workdir: pathlib.Path, names: Iterable[str]) -> list[str]:
-    """Renames what there is of `names` to events.1.jsonl and so on, all with the lowest free number; the new names."""
+    """Renames existing `names` to events.1.jsonl and so on, with one common free number; returns the new names."""
     paths = [workdir / name for name in names]
     numbered = lambda path, number: path.with_name(f'{path.stem}.{number}{path.suffix}')
     number = 1
@@ -307,7 +307,7 @@ def _put_aside(workdir: pathlib.Path, names: Iterable[str]) -> list[str]:
     return [numbered(path, number).name for path in found]
 
 
-# The directory of one evaluation: what may be there before, and what a resumed one must have in common with it.
+# The directory of one evaluation: permitted contents, and the settings that a resumed evaluation must keep.
 
 
 RESULTS = 'results.json'
@@ -322,7 +322,7 @@ _FIX = 'restore the file as the evaluation wrote it, or start anew in another --
 
 
 class EvaluationWorkdir:
-    """Files of an evaluation. Nothing is written until `begin`; `discard` removes what a start that failed has left.
+    """Files of an evaluation. Nothing is written until `begin`; `discard` removes the files of a failed start.
 
     Args:
       values: the config as a plain nested dict.
@@ -351,7 +351,7 @@ class EvaluationWorkdir:
         self._require_same_config()
 
     def begin(self) -> None:
-        """Writes config.json; the directory is locked."""
+        """Writes config.json; the caller has locked the directory."""
         files.write_json(self.path / CONFIG, self._values)
 
     def discard(self) -> None:

@@ -1,6 +1,6 @@
-"""The runs below a directory, each as its files tell, and the table of them. Imports no jax.
+"""The runs below a directory, read from their files, and the table of them. Imports no jax.
 
-Only ends of long files are read, so that a thousand workdirs take seconds.
+Only the ends of long files are read, so that a thousand workdirs take seconds.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from areal_jax.telemetry.facts import DURING, EVALUATIONS
 from areal_jax.telemetry.metrics import FILE as METRICS
 from areal_jax.telemetry.progress import format_bytes, format_duration, format_number
 
-SWEEP = 'sweep.json'  # beside the workdirs of its arms
-LOG = 'output.log'  # in the workdir of an arm: what its process printed
+SWEEP = 'sweep.json'  # next to the workdirs of its arms
+LOG = 'output.log'  # in the workdir of an arm: the output of its process
 STARTED, ENDED = '--- started: ', '--- ended '  # lines in it
-CHECKPOINTS = 'checkpoints'  # as run_directory.py has it, which imports numpy
+CHECKPOINTS = 'checkpoints'  # the name in run_directory.py, which imports numpy
 _LOG_BYTES = 65536  # of the end of a log
 RUNNING, FINISHED, STOPPED, KILLED, FAILED = 'running', 'finished', 'stopped', 'killed', 'failed'
 NEVER_BEGAN, DAMAGED = 'never began', 'damaged'
-_MARKS = (EVENTS, METRICS, ANSWERS)  # a directory with one of them and without a config has lost it
+_MARKS = (EVENTS, METRICS, ANSWERS)  # a directory with one of them but no config has lost its config
 _TAIL_BYTES = 1 << 18
 _ENDS = re.compile(rb'"kind": ?"(signal|error|restore)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What the run is judged by: 'gain', 'greedy', 'nll', with a 95% interval where it has one."""
+    """The score of a run: 'gain', 'greedy' or 'nll', with a 95% interval if there is one."""
 
     name: str
     mean: float
@@ -56,14 +56,14 @@ class RunEntry:
 
     path: pathlib.Path
     name: str  # relative to the directory that is listed
-    group: str  # name of its sweep, relative as well; '' for none
-    kind: str = ''  # 'rl', 'sft' or 'evaluation'; '' where the config cannot be read
+    group: str  # name of its sweep, also relative; '' for none
+    kind: str = ''  # 'rl', 'sft' or 'evaluation'; '' if the config cannot be read
     state: str = DAMAGED
-    reason: str = ''  # why it failed, or what is damaged
+    reason: str = ''  # why it failed, or the damage
     updates: int = 0  # answered problems of an evaluation
     planned: int | None = None
     started: float | None = None  # seconds since 1970
-    active: float | None = None  # when a file was written last
+    active: float | None = None  # time of the last write to a file
     wall_seconds: float | None = None
     score: Score | None = None
     reward: float | None = None  # of the last update
@@ -72,7 +72,7 @@ class RunEntry:
 
 
 def list_runs(directory: pathlib.Path) -> list[RunEntry]:
-    """Every run, supervised training and evaluation at or below the directory, by name; raises UserError for none."""
+    """Lists all runs, supervised training and evaluations at or below the directory; raises UserError for none."""
     if not directory.is_dir():
         raise UserError(f'{directory} is no directory: name one that has workdirs in it, at any depth')
     defaults = dict(flatten(default_config()))
@@ -83,7 +83,7 @@ def list_runs(directory: pathlib.Path) -> list[RunEntry]:
 
 
 def _find_workdirs(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """What is inside a workdir is not looked at."""
+    """Yields the workdirs at or below the directory; does not search inside a workdir."""
     for place, below, inside in os.walk(directory):
         path = pathlib.Path(place)
         if any(mark in inside for mark in _MARKS) or (CONFIG in inside and _may_be_run(path / CONFIG)):
@@ -93,7 +93,7 @@ def _find_workdirs(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _may_be_run(config: pathlib.Path) -> bool:
-    """Whether a config.json is of a run, damaged or not, rather than of a model of Hugging Face."""
+    """Whether a config.json is of a run, damaged or not, rather than of a Hugging Face model."""
     try:
         values = json.loads(config.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -122,7 +122,7 @@ def _read_entry(path: pathlib.Path, directory: pathlib.Path, defaults: Mapping[s
 
 
 def _measure(entry: RunEntry) -> RunEntry:
-    """Size and times; the oldest file is as old as the run, since most are written again."""
+    """Adds size and times; the oldest file gives the age of the run, because most files are rewritten later."""
     size, times = 0, []
     for place, _, inside in os.walk(entry.path):
         for name in inside:
@@ -165,7 +165,7 @@ def _read_evaluation(entry: RunEntry) -> RunEntry:
 
 
 def _find_end(entry: RunEntry) -> tuple[str, str]:
-    """(state, reason) of a run that has not finished, from its lock, its log and what its process printed."""
+    """Returns (state, reason) of a run that has not finished, from its lock, its log and its process's output."""
     path = entry.path
     if files.find_holder(path):
         return RUNNING, ''
@@ -187,7 +187,7 @@ def _find_end(entry: RunEntry) -> tuple[str, str]:
         return FAILED, failed or said
     saved = [re.match(r'step_(\d+)', place.name) for place in (path / CHECKPOINTS).glob('step_*')]
     newest = max((int(step[1]) for step in saved if step), default=0)
-    if entry.kind == 'sft' and newest and newest == entry.updates:  # a stopped one saves; it has no log of events
+    if entry.kind == 'sft' and newest and newest == entry.updates:  # a stopped one saves; it has no event log
         return STOPPED, ''
     return KILLED, ''
 
@@ -204,7 +204,7 @@ def _score_of(report: Mapping[str, object]) -> Score | None:
 
 
 def _last_score(path: pathlib.Path) -> Score | None:
-    """The newest evaluation of a run: beside training, or before it."""
+    """Returns the newest evaluation of a run: after, during or before training."""
     if not (path / EVALUATIONS).exists():
         return None
     found = files.read_json(path / EVALUATIONS)
@@ -213,7 +213,7 @@ def _last_score(path: pathlib.Path) -> Score | None:
     greedy = newest['greedy'] if newest else ()
     if not greedy:
         return None
-    # imports numpy, which most listings of finished runs do without
+    # imports numpy, which most listings of finished runs do not need
     from areal_jax.report.statistics import mean_interval
 
     interval = mean_interval(greedy)
@@ -221,7 +221,7 @@ def _last_score(path: pathlib.Path) -> Score | None:
 
 
 def _last_line(path: pathlib.Path) -> files.JsonObject:
-    """The last whole line of a file of JSON lines; empty where it has none."""
+    """Returns the last complete line of a file of JSON lines; empty without such a line."""
     whole = _tail(path).rpartition(b'\n')[0].rpartition(b'\n')[2]
     return files.parse_object(whole, path.name, 'restore it') if whole else {}
 
@@ -235,12 +235,12 @@ def _tail(path: pathlib.Path) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """As default_config has it: lists of JSON are tuples there."""
+    """Converts a JSON value to the form of default_config, where lists are tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def read_end(log: pathlib.Path) -> str:
-    """Why the process that wrote the log ended before the run had finished, in words; '' without a log."""
+    """Describes why the process that wrote the log ended before the run had finished; '' without a log."""
     if not log.exists():
         return ''
     with log.open('rb') as file:
@@ -260,17 +260,17 @@ def read_end(log: pathlib.Path) -> str:
 
 
 def describe_code(code: int) -> str:
-    """'with code 2', 'by signal 9': of a process's return code."""
+    """Describes a process's return code: 'with code 2', 'by signal 9'."""
     return f'by signal {-code}' if code < 0 else f'with code {code}'
 
 
-# The list of runs as a table, a line each, or as JSON: what is kept, in which order, which fields differ. Pure.
+# The list of runs as a table, one line each, or as JSON: filters, order, differing fields. Pure.
 
 
 _HEAD = ('run', 'state', 'update', 'started', 'active', 'wall', 'score', 'reward', 'size', 'config')
 _NOT_SHOWN = ('telemetry.',)  # differences that change no number
-_MOST_SHOWN = 8  # differing fields, of which a line shows all; of more it leaves out values that are the default
-_LEAST_LAST = 20  # characters of the last column, however narrow the terminal
+_MOST_SHOWN = 8  # differing fields that a line shows in full; if there are more, it omits defaults
+_LEAST_LAST = 20  # least characters of the last column, however narrow the terminal
 Differences = Mapping[str, Mapping[str, object]]  # by name of the run: field -> value
 
 ORDERS: Mapping[str, Callable[[RunEntry], str | float]] = {
@@ -287,7 +287,7 @@ ORDERS: Mapping[str, Callable[[RunEntry], str | float]] = {
 
 
 def select_runs(entries: Sequence[RunEntry], words: Sequence[str]) -> list[RunEntry]:
-    """Those that every FIELD=VALUE holds for: a field of the config, or state, kind or name; VALUE may have * and ?.
+    """Returns the runs that match every FIELD=VALUE: a config field, or state, kind or name; VALUE may have * and ?.
 
     Raises UserError for a word of another form, and a field that no run has.
     """
@@ -303,7 +303,7 @@ def select_runs(entries: Sequence[RunEntry], words: Sequence[str]) -> list[RunEn
 
 
 def find_differences(entries: Sequence[RunEntry], defaults: Mapping[str, object] | None = None) -> Differences:
-    """The fields whose values differ between the runs, for each run; with `defaults`, those that differ from them."""
+    """Returns the fields that differ between the runs, for each run; with `defaults`, those that differ from them."""
     known = [entry for entry in entries if entry.config]
     fields = sorted({field for entry in known for field in entry.config if not field.startswith(_NOT_SHOWN)})
     if defaults is None:
@@ -324,12 +324,12 @@ def render_runs(
     now: float,
     width: int | None,
 ) -> str:
-    """A line for each run; the runs of a sweep are listed under its name.
+    """Renders one line for each run; the runs of a sweep are listed under its name.
 
     Args:
-      defaults: of the config; they shorten the lines of runs that have little in common.
+      defaults: of the config; used to shorten the lines of runs that have little in common.
       now: seconds since 1970.
-      width: of the terminal, at which the last column is cut; None = it is not.
+      width: of the terminal; the last column is cut there; None = it is not cut.
     """
     shown = _shorten(differences, defaults)
     rows = [_row(entry, shown.get(entry.name, {}), now) for entry in entries]
@@ -347,7 +347,7 @@ def render_runs(
 
 
 def as_json(entries: Sequence[RunEntry], differences: Differences) -> list[dict[str, object]]:
-    """One object for each run, with its whole config; what is not finite is text."""
+    """Returns one object for each run, with its whole config; numbers that are not finite become text."""
     return [
         {
             'name': entry.name, 'workdir': str(entry.path), 'group': entry.group, 'kind': entry.kind,
