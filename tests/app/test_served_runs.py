@@ -43,7 +43,7 @@ class Joins:
         self._servers[1].bias = self._bias
 
 
-def build_served(context, monkeypatch, bad_draws, drift):
+def build_served(context, monkeypatch, bad_draws, drift, settings):
     """Engines of this process behind ServerPool, under the virtual clock; the loop hears what one of servers hears."""
     found, build_engines = {}, own_site.build_engines
 
@@ -63,7 +63,7 @@ def build_served(context, monkeypatch, bad_draws, drift):
 
         probe_prompt = build_task(config, found['model'].tokenizer).prompts('train', 0).draw().tokens
         pool = ServerPool(
-            clock, log, supervisor, dataclasses.replace(build_server_settings(config, probe_prompt), **FAST),
+            clock, log, supervisor, dataclasses.replace(build_server_settings(config, probe_prompt), **settings),
             published=found['published'], score=score, on_no_server=pytest.fail,
         )  # fmt: skip
         joins = Joins(clock, pool, [LocalServer(engine, bad_draws) for engine in engines], drift)
@@ -85,8 +85,10 @@ def build_served(context, monkeypatch, bad_draws, drift):
 def train(tmp_path, monkeypatch):
     """Trains with two servers; returns the run."""
 
-    def run(bad_draws=(), drift=(10**9, 0.0), **fields):
-        build_loop = functools.partial(build_served, monkeypatch=monkeypatch, bad_draws=bad_draws, drift=drift)
+    def run(bad_draws=(), drift=(10**9, 0.0), settings=FAST, **fields):
+        build_loop = functools.partial(
+            build_served, monkeypatch=monkeypatch, bad_draws=bad_draws, drift=drift, settings=settings
+        )
         build = functools.partial(Run, RunKind(own_site.require_here, print_warnings, build_loop))
         return small.SmallRun(tmp_path, build_run=build, cluster__engines='2 x shared', **fields).train()
 
@@ -121,7 +123,7 @@ def test_an_engine_whose_logprobs_drift_is_taken_out_and_named(train, tmp_path):
 
 
 def test_a_group_that_no_server_finishes_is_dropped_and_the_lengths_are_reported(train, tmp_path):
-    run = train(bad_draws=(3,), rollout__max_retries=2)
+    run = train(bad_draws=(3,), settings=FAST | {'max_retries': 2})
     (drop,) = [e for e in run.events if e['kind'] == 'drop']
     assert (drop['draw'], drop['reason']) == (3, 'engine_lost')
     assert run.report['groups']['dropped'] == {'engine_lost': 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.app.parts.part_settings import build_objective
+from areal_jax.app.parts.learner_builder import build_objective
 from areal_jax.config import FIELDS, TrackedConfig
 from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.config.loss import CriticSection, LossSection

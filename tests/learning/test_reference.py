@@ -74,7 +74,8 @@ def _sequence(params, tokens, temperature):
 def _flatten(settings):
     """The settings and the choices of their objective under one roof."""
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    fields |= dataclasses.asdict(settings.learner) | dataclasses.asdict(settings.staleness)
+    for section in (settings.rollout, settings.learner, settings.staleness):
+        fields |= dataclasses.asdict(section)
     choices = getattr(settings.objective, 'choices', settings.objective)
     return _Flat(fields | dataclasses.asdict(choices) | {'is_likelihood': choices is settings.objective})
 
