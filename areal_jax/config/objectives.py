@@ -245,8 +245,9 @@ def resolve(loss: Any) -> dict[str, Any]:
 # fields that no method chooses: every combination reads the first; the others are read if a number is above 0
 _ALWAYS = ('truncated_answers', 'reward_bias', 'reward_scale', 'reward_clip')
 _SET_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {
-    'kl_coefficient': ('kl_estimator', 'kl_in'), 'overlong_tokens': ('overlong_penalty',),
-}  # fmt: skip
+    'kl_coefficient': ('kl_estimator', 'kl_in'),
+    'overlong_tokens': ('overlong_penalty',),
+}
 SET_ALONE = (*_ALWAYS, 'proximal', *itertools.chain.from_iterable(_SET_ABOVE_ZERO.values()))
 
 

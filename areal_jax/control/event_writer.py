@@ -24,8 +24,9 @@ TEXT_CHARACTERS = 2000  # of a text: a reason, an address, a name
 _WHOLE = {'run_done', 'deadline', 'signal'}
 _TEXTS = {
     kind: [field.name for field in record.fields if field.type_name == 'str' and field.name not in _WRITTEN_HERE]
-    for kind, record in schema.KINDS.items() if kind not in _WHOLE
-}  # fmt: skip
+    for kind, record in schema.KINDS.items()
+    if kind not in _WHOLE
+}
 _ALLOWED = {kind: record.allowed - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
 
 

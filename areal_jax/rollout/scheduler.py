@@ -318,14 +318,14 @@ class Scheduler:
         drivers = {running.request_id for running, _ in chosen}
         pieces = tuple(piece for _, piece in chosen)
         completed = [
-            one.target for one in pieces
+            one.target
+            for one in pieces
             if isinstance(one.target, Prefix) and one.piece.span.stop == len(one.target.tokens)
-        ]  # fmt: skip
+        ]
         after = [one for one in unready if not _cached(one).is_attached and _cached(one).prefix in completed]
         named = tuple(
-            running.request_id for running in unready
-            if running.request_id in drivers or not _cached(running).is_logged
-        )  # fmt: skip
+            running.request_id for running in unready if running.request_id in drivers or not _cached(running).is_logged
+        )
         for running in unready:
             _cached(running).is_logged = True
         copies, found = tuple(self.cache.take_copies()), _take_found(unready)

@@ -94,8 +94,9 @@ def calibrate(logs: Sequence[tuple[str, Sequence[Event]]]) -> Table:
     share_of = {kind: shares[side] for side, kinds in _SIDES.items() for kind in kinds}
     residuals = {
         kind: _residuals(prices[kind], share_of.get(kind, 0.0), _Pieces.of(kind, samples))
-        for kind in SIZES if found[kind]
-    }  # fmt: skip
+        for kind in SIZES
+        if found[kind]
+    }
     host = _fit_host([gap for _, events in logs for gap in read_gaps(events)])
     contention = Contention(**{side: 1 / (1 - share) for side, share in shares.items()})
     return Table(prices, contention, host, residuals, tuple(name for name, _ in logs))

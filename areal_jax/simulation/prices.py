@@ -158,16 +158,12 @@ R1_DISTILL_1_5B = _qwen2('R1-distill-Qwen-1.5B', 151936, 1536, 28, 12, 2, 8960)
 R1_DISTILL_7B = _qwen2('R1-distill-Qwen-7B', 152064, 3584, 28, 28, 4, 18944)
 R1_DISTILL_14B = _qwen2('R1-distill-Qwen-14B', 152064, 5120, 48, 40, 8, 13824)
 R1_DISTILL_32B = _qwen2('R1-distill-Qwen-32B', 152064, 5120, 64, 40, 8, 27648)
-QWEN3_0_6B = shape_of(
-    'Qwen3-0.6B', ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, 1e6, family='qwen3', qk_norm=True)
-)  # fmt: skip
+QWEN3_0_6B = shape_of('Qwen3-0.6B', ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, 1e6, family='qwen3', qk_norm=True))
 QWEN3_8B = shape_of(
     'Qwen3-8B',
     ModelConfig(151936, 4096, 36, 32, 8, 128, 12288, 1e6, family='qwen3', qk_norm=True, tie_embeddings=False),
 )
-LLAMA_3_1_8B = shape_of(
-    'Llama-3.1-8B', ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, 5e5, tie_embeddings=False)
-)  # fmt: skip
+LLAMA_3_1_8B = shape_of('Llama-3.1-8B', ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, 5e5, tie_embeddings=False))
 QWEN3_30B_A3B = shape_of(
     'Qwen3-30B-A3B',
     ModelConfig(

@@ -66,9 +66,7 @@ class SharedCores:
 
     def _settle(self, now_ns: int) -> None:
         passed = now_ns - self._settled_ns
-        self._left_ns = {
-            interval: left - passed / self._slowdown(interval) for interval, left in self._left_ns.items()
-        }  # fmt: skip
+        self._left_ns = {interval: left - passed / self._slowdown(interval) for interval, left in self._left_ns.items()}
         self._settled_ns = now_ns
 
     def _slowdown(self, interval: Interval) -> float:

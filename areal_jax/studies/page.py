@@ -392,9 +392,9 @@ def _lock_step(plan: Plan, records: Records) -> list[str]:
     others = [method for method in part.methods if method not in ('plain', 'decoupled')]
     sections = [
         '## Imposed age: score after training',
-        'Without → with the decoupled objective, in the form of the paper\'s Table 2; mean over the seeds, SD in '
+        "Without → with the decoupled objective, in the form of the paper's Table 2; mean over the seeds, SD in "
         'brackets.',
-    ]  # fmt: skip
+    ]
     for factor in sorted((1.0, *part.side_factors), key=lambda factor: abs(factor - 1)):
         rows = [
             (

@@ -38,7 +38,7 @@ _BEGINNINGS = (
     (b'\xff\xfe', 'text in UTF-16', _UTF_8.format('UTF-16')),
     (b'\xfe\xff', 'text in UTF-16', _UTF_8.format('UTF-16')),
     (b'version https://git-lfs', 'a pointer of Git LFS', 'git lfs pull'),
-)  # fmt: skip
+)
 
 
 def describe_other_format(head: bytes, name: str) -> str:

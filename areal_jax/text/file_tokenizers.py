@@ -22,10 +22,10 @@ from areal_jax.text.chat_template import (
     Tools,
     require_names,
     shows_results,
-)  # fmt: skip
+)
 from areal_jax.text.decoding import TokenBytes, read_token_bytes
 from areal_jax.text.spellings import Spellings
-from areal_jax.text.tokenizer import (  # fmt: skip
+from areal_jax.text.tokenizer import (
     CONFIG,
     DEFAULT,
     TEMPLATE,

@@ -85,9 +85,7 @@ def _make_answer(name: str, index: int, turn: Turn) -> Answer:
     calls = tuple(_make_call(call, len(text)) for call in turn.reply.tool_calls)
     reasoning = str(turn.reply.message.get('reasoning_content') or '')
     pieces[-1] = Piece(last.tokens, last.logprobs, last.version, last.columns, text, calls, reasoning)
-    return Answer(
-        name, turn.prompt_tokens, index, pieces, Finish(_finish_word(turn.reply)), version=last.version
-    )  # fmt: skip
+    return Answer(name, turn.prompt_tokens, index, pieces, Finish(_finish_word(turn.reply)), version=last.version)
 
 
 def _make_piece(segment: Segment) -> Piece:
@@ -266,9 +264,10 @@ class Gateway:
         session = next((self._sessions[key] for key in keys if key in self._sessions), None)
         if session is None:
             raise RequestError(
-                'Authorization', 'Authorization has no key of an episode that runs: use OPENAI_API_KEY of this program',
+                'Authorization',
+                'Authorization has no key of an episode that runs: use OPENAI_API_KEY of this program',
                 401,
-            )  # fmt: skip
+            )
         return session
 
 

@@ -285,9 +285,7 @@ class DeviceMoves(EngineMoves):
         index = int(short_name(name))
         backend, fetch = self._prepared[self.allocation_of(split).engines[index]]
         backend.warm_up(fetch(published))  # compiled ahead: this only runs each program once
-        return build_engine(
-            self._config, index, backend, self._clock, self._log, fetch=fetch, published=published
-        )  # fmt: skip
+        return build_engine(self._config, index, backend, self._clock, self._log, fetch=fetch, published=published)
 
     def _bind(self, devices: EngineDevices, backend: JaxDecodeBackend) -> tuple[JaxDecodeBackend, Fetch]:
         return backend, bind_fetch(self._channel, place_of(self._config, self._decoder, devices), backend)

@@ -195,14 +195,15 @@ def _open_loop(
         restore_ring=lambda ring, saved: restore_ring(ring, channel, saved),
     )
     return LoopSite(
-        channel, rates,
+        channel,
+        rates,
         functools.partial(_compile_generation if trains_later else _compile, start, learner),
         functools.partial(_describe_engines, config, learner),
         None if is_served else local,
         functools.partial(_finish_compiling, start, learner) if trains_later else None,
         find_devices=lambda: None if is_served else list_devices(allocation, jax.process_index()),
         find_final_weights=functools.partial(_find_final_weights, learner, channel, config.run.steps),
-    )  # fmt: skip
+    )
 
 
 def _find_rates(config: TrackedConfig, split: DeviceSplit | None) -> DeviceRates:

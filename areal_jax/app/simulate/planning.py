@@ -472,12 +472,12 @@ def render(planned: Planned, width: int = 0) -> str:
         f'synchronous        {planned.advice.asynchrony}',
         '',
         f'{planned.simulations} simulations of {shown.updates} updates {where}, after a warm-up; real engines and '
-        'learners reach less than the published shares of their peaks, by 1.5 to 2.5 in AReaL\'s published runs',
+        "learners reach less than the published shares of their peaks, by 1.5 to 2.5 in AReaL's published runs",
         *([_STOPPED] if planned.is_stopped else []),
         '',
         *(_fill_lines(list_lines(planned.fields), width) if width else list_lines(planned.fields)),
         *(['', _tell_verdict(planned)] if width else []),
-    ]  # fmt: skip
+    ]
     return '\n'.join(lines)
 
 

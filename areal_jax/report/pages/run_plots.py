@@ -344,8 +344,9 @@ def _draw_spans(
         [rows[span.engine, span.slot] for span in spans],
         [span.end - span.start for span in spans],
         left=[span.start for span in spans],
-        height=0.78, color=[colormap(norm(span.version)) for span in spans],
-    )  # fmt: skip
+        height=0.78,
+        color=[colormap(norm(span.version)) for span in spans],
+    )
     first: dict[tuple[str, int, str], float] = {}
     for span in spans:
         first.setdefault((span.engine, span.slot, span.request), span.start)

@@ -254,7 +254,7 @@ _UNSCORED = ('cancelled', 'lost', *UNSCORED)  # reasons of answers that no verif
 _Reply = tuple[int, float, str]  # attempt, reward, label
 REWARD_KINDS = frozenset(
     ('log', 'evaluate', 'finish', 'run_start', 'run_done', 'reward', 'check', 'audit', 'buffer', 'drop')
-)  # fmt: skip
+)
 _FAILED = ('timeout', 'crash', 'sandbox', 'error')  # labels of attempts without a reward
 _REASONS = ('stop', 'length', 'cancelled', 'lost')  # why an answer of one request ended
 

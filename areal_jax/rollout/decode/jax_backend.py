@@ -453,9 +453,10 @@ class JaxScoring:
         assert isinstance(program, Program)
         where = self._placement
         run = jax.jit(
-            functools.partial(self._run, program), in_shardings=(where.prepared, where.rows, where.rows),
+            functools.partial(self._run, program),
+            in_shardings=(where.prepared, where.rows, where.rows),
             out_shardings=where.rows,
-        )  # fmt: skip
+        )
         self._compiled[program] = run.lower(weights, *self._pack(program, [])).compile()
 
     def score(

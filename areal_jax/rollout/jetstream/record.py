@@ -71,10 +71,8 @@ def encode_record(call: Call, answer: Answer) -> bytes:
         'version': answer.version,
         'cached_tokens': answer.cached_tokens,
         'retractions': answer.retractions,
-        'weight_versions': [
-            {'version': span.version, 'start': span.start, 'end': span.end} for span in answer.spans
-        ],
-    }  # fmt: skip
+        'weight_versions': [{'version': span.version, 'start': span.start, 'end': span.end} for span in answer.spans],
+    }
     text = json.dumps(header, separators=(',', ':')).encode()
     arrays = [answer.logprobs, *(answer.column(find(name)) for name in call.columns)]
     parts = [array.astype(_little(array.dtype)).tobytes() for array in arrays]

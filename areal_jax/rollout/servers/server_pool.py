@@ -290,9 +290,7 @@ class ServerPool:
             self._supervisor.start(f'{name}: close', engine.close())
             raise
         self._log.write('register', name, engine=name, incarnation=incarnation, url=url)
-        member = self._members[name] = Member(
-            engine, incarnation, self._clock, self._log, self._supervisor, url
-        )  # fmt: skip
+        member = self._members[name] = Member(engine, incarnation, self._clock, self._log, self._supervisor, url)
         keeper = Keeper(member, self, self._clock, self._log, self._settings, self._score)
         member.keeper = self._supervisor.start(f'{name}: keeper', keeper.run())
 

@@ -110,7 +110,7 @@ LAYOUT: Lines = (
     ('tokens a second of the run', lambda load: number(load.pace.tokens_s)),
     ('answers a second', lambda load: number(load.answers_s)),
     ('seconds of an update', lambda load: number(load.update_s)),
-)  # fmt: skip
+)
 CONTROLLER: Lines = (
     ('answers: loop, HTTP, log', lambda load: percent(load.answers_cpu)),
     ('their pieces', lambda load: percent(load.pieces_cpu)),
@@ -133,7 +133,7 @@ FILES: Lines = (
     ('CPU s of each learner process', lambda load: number(load.write_s)),
     ('CPU s of each engine', lambda load: number(load.read_s)),
     ('batch to the learner, MB an update', lambda load: number(load.batch_bytes / 1e6)),
-)  # fmt: skip
+)
 
 
 def tell_share(name: str, load: Load) -> str:

@@ -261,9 +261,9 @@ def run_program(
         for descriptor in (output, told):
             opened.callback(os.close, descriptor)
         try:
-            children.start([
-                Child(f'{PROGRAM}:run_answer', (program, tells, stdin, printed), limits.for_child(), True, 2, 3)
-            ])  # fmt: skip
+            children.start(
+                [Child(f'{PROGRAM}:run_answer', (program, tells, stdin, printed), limits.for_child(), True, 2, 3)]
+            )
         finally:
             for descriptor in (printed, tells):
                 os.close(descriptor)

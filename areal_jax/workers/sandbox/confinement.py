@@ -332,10 +332,11 @@ def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
     For a process that ignores SIGXFSZ (`ignore_file_limit`). Raises OSError.
     """
     limits = {
-        resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: confinement.file_bytes,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: confinement.file_bytes,
         resource.RLIMIT_NOFILE: confinement.open_files,
         resource.RLIMIT_NPROC: confinement.processes + own_processes,
-    }  # fmt: skip
+    }
     if confinement.memory_bytes:
         limits[resource.RLIMIT_AS] = confinement.memory_bytes
     if confinement.cpu_s:

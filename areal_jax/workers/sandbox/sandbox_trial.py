@@ -95,9 +95,7 @@ def _describe_count(record: SandboxRecord) -> str:
 
 def describe_unconfined() -> SandboxRecord:
     """The record for code of a model that runs at the level 'none'."""
-    return {
-        'level': 'none', 'landlock_abi': None, 'user': None, 'own_processes': False, 'refused': [], 'allowed': []
-    }  # fmt: skip
+    return {'level': 'none', 'landlock_abi': None, 'user': None, 'own_processes': False, 'refused': [], 'allowed': []}
 
 
 def _works(level: str, packages: tuple[str, ...]) -> bool:

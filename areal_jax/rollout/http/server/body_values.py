@@ -65,9 +65,10 @@ class BodyBound:
         """Raises RequestError for a prompt that is too long for the context, before it is encoded."""
         if len(prompt) > (most := self.most_text(1)):
             raise RequestError(
-                field, f'{field} of {len(prompt)} characters does not fit the context of {self.context_tokens} tokens, '
+                field,
+                f'{field} of {len(prompt)} characters does not fit the context of {self.context_tokens} tokens, '
                 f'for which {most} are the most: shorten it',
-            )  # fmt: skip
+            )
 
 
 def parse_large(

@@ -360,15 +360,17 @@ class Bridge:
     def _require_fit(self, call: Call, prompt: np.ndarray, sampling: CallSampling) -> None:
         if (largest := int(prompt.max())) >= self.vocab_size:
             raise RequestError(
-                call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self.vocab_size} tokens: '
+                call.prompt_field,
+                f'{call.prompt_field} has token {largest}, and the model {self.vocab_size} tokens: '
                 'use ids of its own tokenizer',
-            )  # fmt: skip
+            )
         new = 1 if sampling.max_new_tokens is None or call.fits_limit else sampling.max_new_tokens
         if len(prompt) + new > self.context_tokens:
             raise RequestError(
-                call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
+                call.prompt_field,
+                f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
                 f'ones do not fit the context of {self.context_tokens} tokens: shorten it or ask for fewer',
-            )  # fmt: skip
+            )
 
     def _stop_tokens(self, sampling: CallSampling) -> tuple[int, ...]:
         ends = () if sampling.ignore_eos else self.texts.end_ids

@@ -122,9 +122,10 @@ class Load:
         limits = self.limits
         if answers > (most := self._share_of(limits.requests)):
             raise RequestError(
-                'n', f'n: {answers} answers in one request, and this server takes {most} at most, server.max_share='
+                'n',
+                f'n: {answers} answers in one request, and this server takes {most} at most, server.max_share='
                 f'{limits.share:g} of its queue: ask for fewer',
-            )  # fmt: skip
+            )
         if self.answers + answers > limits.requests:
             raise RequestError(
                 '', f'the queue is full ({self.answers} of {limits.requests} answers): send it again later', QUEUE_FULL
@@ -136,9 +137,10 @@ class Load:
             )  # fmt: skip
         if stream and self.streams >= limits.streams:
             raise RequestError(
-                'stream', f'stream=True: {self.streams} streams are open, which is the limit: send it again later',
+                'stream',
+                f'stream=True: {self.streams} streams are open, which is the limit: send it again later',
                 TOO_MANY_STREAMS,
-            )  # fmt: skip
+            )
 
     @property
     def most_answers(self) -> int:
@@ -182,10 +184,11 @@ class Places:
                         await held.enter_async_context(self._room)
                 except TimeoutError:
                     raise RequestError(
-                        'body', f'the body is larger than {SMALL_BYTES} bytes, of which a client has one in work at a '
+                        'body',
+                        f'the body is larger than {SMALL_BYTES} bytes, of which a client has one in work at a '
                         f'time, and none of the earlier ones was done within {self._wait_s:g} s: send it again later',
                         TOO_MANY_STREAMS,
-                    ) from None  # fmt: skip
+                    ) from None
                 began_s = time.monotonic()
                 try:
                     yield

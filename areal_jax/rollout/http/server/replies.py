@@ -339,9 +339,10 @@ async def detokenize(request: web.Request) -> web.Response:
     for tokens in lists:
         if len(tokens) and int(tokens.max()) >= bridge.vocab_size:
             raise RequestError(
-                'tokens', f'tokens has token {int(tokens.max())}, and the model {bridge.vocab_size} tokens: use ids of '
+                'tokens',
+                f'tokens has token {int(tokens.max())}, and the model {bridge.vocab_size} tokens: use ids of '
                 'its own tokenizer',
-            )  # fmt: skip
+            )
     spell = bridge.texts.spell
     texts = await asyncio.to_thread(lambda: [spell(tokens, skip_special=skip_special) for tokens in lists])
     text = texts if is_batch else texts[0]

@@ -20,9 +20,10 @@ def require_scorable(call: Call, most_tokens: int) -> None:
     scored = sum(len(call.prompts[i // call.n]) - call.scored_from(i) for i in indices)
     if scored > most_tokens:
         raise RequestError(
-            call.prompt_field, f'{call.prompt_field}: log-probs of {scored} prompt tokens in one request, and this '
+            call.prompt_field,
+            f'{call.prompt_field}: log-probs of {scored} prompt tokens in one request, and this '
             f'server computes {most_tokens} at most: send fewer prompts at once',
-        )  # fmt: skip
+        )
 
 
 async def score_prompts(bridge: Bridge, call: Call, answers: Sequence[Answer]) -> None:

@@ -142,8 +142,9 @@ class HttpThread:
         if connections < limits.connections:
             log.warning(
                 'server.max_connections=%d is lowered to %d: the process may open no more files, see ulimit -n',
-                limits.connections, connections,
-            )  # fmt: skip
+                limits.connections,
+                connections,
+            )
         requests = min(limits.requests, max(1, int(_REQUESTS_PER_CONNECTION * connections)))
         return dataclasses.replace(limits, connections=connections, requests=requests)
 

@@ -119,9 +119,10 @@ def _read_messages(fields: Fields) -> list[Message]:
         turns += _read_message(fields.inside(entry, f'messages[{index}]'))
     if turns and turns[-1].role == 'assistant':
         raise fields.refuse(
-            f'messages[{len(given) - 1}].role', 'assistant',
+            f'messages[{len(given) - 1}].role',
+            'assistant',
             'is not served as the last turn: an answer can not go on from a text, end with a turn of the user',
-        )  # fmt: skip
+        )
     return turns
 
 

@@ -74,9 +74,10 @@ class OpenCalls:
         meant, holder = found.get(INCARNATION.lower(), ''), self._holder()
         if meant and holder and meant != holder:
             await _end(
-                context, grpc.StatusCode.FAILED_PRECONDITION,
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
                 f'the request is for the process {meant}, and this one is {holder}: read the registry of the run again',
-            )  # fmt: skip
+            )
         return found
 
     async def refuse_large(self, message: bytes, context: Context) -> None:

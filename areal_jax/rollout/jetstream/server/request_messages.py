@@ -39,9 +39,9 @@ def read_request(bound: BodyBound, settings: str | None, message: bytes) -> Call
     ids = request.token_content.token_ids
     if len(ids) > bound.context_tokens:
         raise RequestError(
-            'token_ids', f'token_ids of {len(ids)} tokens do not fit the context of {bound.context_tokens} tokens: '
-            'shorten it',
-        )  # fmt: skip
+            'token_ids',
+            f'token_ids of {len(ids)} tokens do not fit the context of {bound.context_tokens} tokens: shorten it',
+        )
     return _read_settings(settings, list(ids), request.max_tokens)
 
 
@@ -51,9 +51,10 @@ def _read_settings(settings: str | None, ids: Sequence[int], max_tokens: int) ->
         raise RequestError(SETTINGS, f'{SETTINGS}: {call.ignored[0]} has no influence on the answer: leave it out')
     if call.n != 1 or call.alternatives or call.prompt_logprobs is not None or call.model_columns:
         raise RequestError(
-            SETTINGS, f'{SETTINGS} asks for several answers, alternatives, routed experts or log-probs of the '
+            SETTINGS,
+            f'{SETTINGS} asks for several answers, alternatives, routed experts or log-probs of the '
             'prompt: JetStream has none, ask for one answer with logprobs=0',
-        )  # fmt: skip
+        )
     return call
 
 
@@ -70,7 +71,8 @@ def read_control(message: bytes) -> Fields:
     """
     if len(message) > SMALL_BYTES:
         raise RequestError(
-            'message', f'the message has {len(message)} bytes, and one of this service {SMALL_BYTES} at most: send the '
+            'message',
+            f'the message has {len(message)} bytes, and one of this service {SMALL_BYTES} at most: send the '
             'fields that it takes',
-        )  # fmt: skip
+        )
     return Fields(parse_json(message or b'{}'))
