@@ -128,3 +128,12 @@ def test_every_harness_has_a_row():
     }  # fmt: skip
     rows = re.findall(r'^\| `(benchmarks[\w.]+)` \|', (ROOT / 'docs' / 'benchmarks.md').read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(harnesses)
+
+
+def test_every_raw_result_is_read():
+    """By a page, a harness, a test or a table of bars; `benchmarks.simulation` names its files by their rows."""
+    results = ROOT / 'benchmarks' / 'results'
+    kinds = [(ROOT / 'docs', '*.md'), (ROOT / 'benchmarks', '*.py'), (ROOT / 'tests', '*.py'), (results / 'bars', '*')]
+    texts = '\n'.join(path.read_text() for folder, kind in kinds for path in folder.rglob(kind) if path.is_file())
+    raw = [path for path in results.rglob('*') if path.is_file() and path.parent.name not in ('bars', 'simulation')]
+    assert [path.name for path in raw if path.name not in texts] == []
