@@ -5,6 +5,7 @@ import pytest
 
 from areal_jax.native import arrays, compiled_library
 from areal_jax.publication.delta import ChangeFinder, apply_changes, decode_changes, encode_changes
+from tests.native import needs_kernels
 
 
 def lists(gaps, low, large=()):
@@ -13,6 +14,7 @@ def lists(gaps, low, large=()):
     )  # fmt: skip
 
 
+@needs_kernels
 def test_changes_by_hand():
     """Codes 2 and 1 are +1 and -1, at positions 1 and 3 = 1 + 1 + 1."""
     words = np.array([10, 20, 30, 40], np.uint16)
@@ -24,6 +26,7 @@ def test_changes_by_hand():
     assert plain == 2**32 - 1
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     'wrong',
     [lists([4], [2]), lists([3, 0], [2, 2]), lists([255], [2]), lists([255], [2], [300]), lists([0], [2], [300])],

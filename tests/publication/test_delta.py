@@ -14,6 +14,7 @@ from areal_jax.publication.delta import (
 )
 from areal_jax.publication.manifest import host_manifest
 from areal_jax.publication.versions import PublicationError
+from tests.native import needs_kernels
 
 SIDES = [pytest.param(None, id='kernel'), pytest.param(False, id='numpy')]
 PAYLOADS = np.array([0x7FC1, 0xFFC2, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x7FFF], np.uint16)  # NaN, inf, -0.0, ...
@@ -63,6 +64,7 @@ def test_a_leaf_goes_there_and_back_with_its_digest(size, share, native):
     assert add_sums(content(current), back) == content(base)
 
 
+@needs_kernels
 @pytest.mark.parametrize('share', [0.004, 0.2, 1])
 def test_kernel_and_numpy_find_the_same(share):
     assert compiled_library.is_available()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.blockwise.block_learner import BlockLearner
+from areal_jax.native.compiled_library import is_available
 from areal_jax.report.report import FILE
 from tests.app.small import SmallRun, call_after, equal
 from tests.learning.blockwise.examples import leaves_of
@@ -47,7 +48,9 @@ def test_the_report_counts_the_updates_of_each_block(finished):
 @pytest.mark.parametrize('state', ['host', pytest.param('drop', marks=pytest.mark.slow)])
 def test_a_run_that_was_killed_ends_in_the_same_bits(finished, tmp_path, state):
     fields = BLOCKS | {'optimizer__block_state': state, 'checkpoint__every': 1}
-    whole = finished if state == 'host' else SmallRun(tmp_path / 'whole', **fields).train()
+    # without the kernels a log-prob depends in its last bit on the company, and so on when checkpoints are taken
+    same = state == 'host' and is_available()
+    whole = finished if same else SmallRun(tmp_path / 'whole', **fields).train()
     killed = SmallRun(tmp_path / 'killed', **fields)
 
     def die():

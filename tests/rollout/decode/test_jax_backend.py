@@ -11,6 +11,7 @@ from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.jax_backend import MOST_PROGRAMS, compile_side_by_side
+from tests.native import needs_kernels
 from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,
@@ -429,7 +430,7 @@ def test_a_dispatch_takes_the_smallest_batch_that_holds_its_rows(compiled):
     assert counts == [1, 1, 2, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize('attention', ['native', 'loops'])
+@pytest.mark.parametrize('attention', [pytest.param('native', marks=needs_kernels), 'loops'])
 def test_the_positions_read_are_few_more_than_the_live_ones(attention):
     # a running engine: prompts of 56 to 72 tokens, answers of lognormal length (mean 64, sigma 1, cap 512), each met as
     # often as it is long, at a uniform place
@@ -454,6 +455,7 @@ def test_the_positions_read_are_few_more_than_the_live_ones(attention):
         assert 64 * blocks <= read <= 1.5 * live
 
 
+@needs_kernels
 def test_the_native_attention_reads_nothing_for_a_row_that_has_ended():
     one = build(attention='native')
     rows = [DecodeRow(request(), 1, 4, 7, [1, 2]), DecodeRow(request(1), 1, 4, 9, [3, 4])]  # 2 and 4 tokens to come
