@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -380,6 +381,7 @@ def declare_section(kind: type[ConfigSection]) -> Section:
 SectionKind = TypeVar('SectionKind', bound=ConfigSection)
 
 
+@functools.cache
 def list_fields(kind: type[Any]) -> Mapping[str, Field]:
     """Returns the declarations of a section, or of another dataclass with fields of `declare`, by name."""
     return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind) if field.metadata}

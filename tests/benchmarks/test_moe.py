@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.native import compiled_library as library
 from benchmarks import moe, parts
 from benchmarks.moe_parts.decode_side import make_layer
 from benchmarks.moe_parts.layer_case import SIZES, draw_steps
 from benchmarks.moe_parts.mesh import MESHES
 from benchmarks.moe_parts.product_side import measure_square, mix_scanned
+from tests.native import needs_kernels
 
 
 def test_a_part_without_its_interpreter_says_so(tmp_path):
@@ -28,7 +28,7 @@ def test_the_smallest_run_of_the_meshes(tmp_path):
     assert row['trained_tokens'] > 0
 
 
-@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+@needs_kernels
 def test_the_layer_of_a_step_is_that_of_the_other_sides():
     sizes = SIZES['small'] | {'tokens': 6}
     inputs = draw_steps(sizes, 3)

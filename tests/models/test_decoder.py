@@ -21,6 +21,7 @@ from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.models.weights import TARGETS, Lora, stack_layers, unstack_layers
 from areal_jax.native import compiled_library as library
 from tests.models import reference
+from tests.native import needs_kernels
 
 CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0
@@ -328,7 +329,7 @@ def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
     assert_close(logits, rows.logits(params, state))
 
 
-@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+@needs_kernels
 @pytest.mark.parametrize('name', ['untied', 'everything'])
 def test_native_products_compute_what_those_of_xla_do(name):
     lora = Lora(rank=8, alpha=6.0, targets=TARGETS)  # whose layers are not kernels as a whole

@@ -16,9 +16,9 @@ import pytest
 from areal_jax.models import experts as expert_check
 from areal_jax.models.expert_products import choose_mixer, mix_blocks, mix_native, mix_ragged
 from areal_jax.native import compiled_library as library
+from tests.native import needs_kernels
 
 HAS_KERNELS = library.is_available()
-needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason='this machine has no C++ compiler')
 MIXERS = [
     pytest.param(mix_native, id='native', marks=needs_kernels),
     pytest.param(mix_blocks, id='blocks'),

@@ -18,8 +18,9 @@ from areal_jax.models.weights import Lora, stack_layers
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, logits_of, scattered
+from tests.native import needs_kernels
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+pytestmark = needs_kernels
 MIXTURES = {
     'mixed': dataclasses.replace(
         VARIANTS['everything'], family='qwen3_moe', experts=Experts(16, 3, 20, dense_layers=(1,))

@@ -15,8 +15,7 @@ from areal_jax.models.weights import stack_layers
 from areal_jax.native import compiled_library as library
 from tests.models.test_decoder import VARIANTS, logits_of, scattered
 from tests.models.test_native_layers import CHUNK_TOKENS, attend_with, make_batch, rows_of_layers
-
-native = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+from tests.native import needs_kernels
 
 
 def make(name, tokens, **changes):
@@ -51,7 +50,7 @@ def test_a_half_is_rounded_to_the_even_number():
     assert values.tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
-@pytest.mark.parametrize('tokens', ['int8_rows', pytest.param('native_int8_rows', marks=native)])
+@pytest.mark.parametrize('tokens', ['int8_rows', pytest.param('native_int8_rows', marks=needs_kernels)])
 @pytest.mark.parametrize('name', VARIANTS)
 def test_logits_are_near_those_of_the_published_weights(name, tokens):
     decoder, params = make(name, tokens)
@@ -59,7 +58,7 @@ def test_logits_are_near_those_of_the_published_weights(name, tokens):
     assert relative(logits_of(decoder)(decoder.prepare(params)), logits_of(exact)(params)) < 0.08
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize('layers', ['list', 'stacked'])
 @pytest.mark.parametrize('name', VARIANTS)
 def test_kernels_of_layers_compute_what_xla_does(name, layers):
@@ -74,7 +73,7 @@ def test_kernels_of_layers_compute_what_xla_does(name, layers):
     assert relative(run(prepared), expected) < 0.01
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize('rows', [1, 8, 13])
 @pytest.mark.parametrize('name', VARIANTS)
 def test_a_step_computes_what_layers_do(name, rows):
@@ -91,7 +90,7 @@ def test_a_step_computes_what_layers_do(name, rows):
     np.testing.assert_allclose(total, jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
 
 
-@native
+@needs_kernels
 def test_a_row_of_a_step_has_the_same_bits_in_any_company():
     decoder, params = make('everything', 'native_int8_rows')
     prepared = decoder.prepare(params)
@@ -109,7 +108,7 @@ def test_a_row_of_a_step_has_the_same_bits_in_any_company():
             np.testing.assert_array_equal(one[some.blocks, some.offsets], whole[some.blocks, some.offsets])
 
 
-@native
+@needs_kernels
 def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
     decoder, params = make('everything', 'native_int8_rows')
     prepared, run = decoder.prepare(params), rows_of_layers(decoder)
@@ -121,7 +120,7 @@ def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
             np.testing.assert_array_equal(one, all_of_them[part])
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize('wanted', [0, 3, CHUNK_TOKENS + 1])
 def test_tokens_that_do_not_count_are_left_out(wanted):
     decoder, params = make('everything', 'native_int8_rows')

@@ -9,7 +9,7 @@ needs_kernels = pytest.mark.skipif(not is_available(), reason='this machine has 
 
 def drop_compiler_warning(stderr: str) -> str:
     """Returns what a command says on stderr, without the one warning that a machine without a compiler adds."""
-    lines = stderr.splitlines(keepends=True)
     if is_available():
         return stderr
+    lines = stderr.splitlines(keepends=True)
     return ''.join(line for line in lines if not line.endswith('install one or set CXX\n'))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from areal_jax.models.quantized import NativeColumns
-from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import empty_aligned, host_view, pack_panels, sum_words
+from tests.native import needs_kernels
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize('shape', [(8, 1), (16, 5), (24, 16), (40, 33)])

@@ -7,10 +7,10 @@ import pytest
 
 from areal_jax.models import quantized
 from areal_jax.models.quantized import Int8Rows, NativeInt8Rows, quantize
-from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import pack_bytes
+from tests.native import needs_kernels
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+pytestmark = needs_kernels
 NATIVE = NativeInt8Rows()
 WAYS = (0, 1, 2)  # this processor's, without VNNI, without AVX2
 SIZES = [(1, 1), (16, 4), (24, 7), (96, 64), (200, 33), (49, 577)]  # out, in

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from areal_jax.native import compiled_library as library
+from tests.native import needs_kernels
 
 pytestmark = [
-    pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler'),
+    needs_kernels,
     pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='blocks are kept beside glibc'),
 ]
 

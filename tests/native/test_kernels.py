@@ -8,8 +8,9 @@ import pytest
 from areal_jax.models.quantized import Columns, NativeColumns
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.choose import NativeAttention
+from tests.native import needs_kernels
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+pytestmark = needs_kernels
 NATIVE = NativeColumns()
 
 

@@ -12,9 +12,9 @@ import pytest
 from areal_jax.models import native_layers
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.native import compiled_library as library
+from tests.native import needs_kernels
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+pytestmark = needs_kernels
 HEAD = 8
 CHUNK_TOKENS = 960  # of the kernel
 

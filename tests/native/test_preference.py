@@ -13,12 +13,12 @@ import pytest
 
 from areal_jax.models.expert_products import mix_native
 from areal_jax.models.quantized import NativeColumns
-from areal_jax.native import compiled_library as library
 from areal_jax.native.compiled_library import preferred
+from tests.native import needs_kernels
 from tests.native.test_kernels import multiply, normal
 from tests.rollout.decode.examples import Decoding, backend, request
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+pytestmark = needs_kernels
 
 
 def idle_threads():

@@ -105,8 +105,7 @@ class EarlierRun:
         Raises ConfigError if the stored names or shapes differ from the decoder's weights, and CheckpointError for a
         damaged checkpoint.
         """
-        lora = self.config.lora
-        adapters = Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+        adapters = build_lora(self.config)
         expected = Decoder(decoder.config, lora=adapters).abstract()
         self._require_leaves(self._params, expected)
         count = lambda leaf: 4 * math.prod(leaf.shape)  # float32
@@ -136,6 +135,12 @@ class EarlierRun:
                 f'{self.checkpoint} does not hold the model that {self.workdir / CONFIG} describes; '
                 f'{len(different)} names or shapes differ, the first {different[0]}'
             )
+
+
+def build_lora(config: TrackedConfig) -> Lora | None:
+    """Returns the section `lora` as the decoder takes it; None without adapters."""
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
 
 
 # The model of a run. formats/ reads the files; text_model.py has the part that needs no jax.

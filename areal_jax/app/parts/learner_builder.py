@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from areal_jax.app.model.model import Model, load_other_models
+from areal_jax.app.model.model import Model, build_lora, load_other_models
 from areal_jax.app.model.text_model import describe_source
 from areal_jax.config import TrackedConfig
 from areal_jax.config.declarations import FIELDS
@@ -36,7 +36,7 @@ from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.optimizer.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.weights import Lora, Params
+from areal_jax.models.weights import Params
 from areal_jax.plugins import is_own
 
 
@@ -150,12 +150,6 @@ def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder
     decoder = Decoder(model.decoder.config, **form, lora=lora)
     assert model.params is not None, 'a learner has taken the weights already'
     return decoder, decoder.complete(model.params, config.run.seed)
-
-
-def build_lora(config: TrackedConfig) -> Lora | None:
-
-    lora = config.lora
-    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
 
 
 def build_optimizer(config: TrackedConfig) -> Optimizer:

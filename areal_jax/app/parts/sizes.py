@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
-from areal_jax.app.model.model import describe_given_model
+from areal_jax.app.model.model import build_lora, describe_given_model
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
-from areal_jax.app.parts.learner_builder import build_lora, build_optimizer
+from areal_jax.app.parts.learner_builder import build_optimizer
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError, Purpose

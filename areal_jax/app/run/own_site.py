@@ -184,7 +184,7 @@ def _open_loop(
     context: RunContext, model: Model, learner: OwnLearner, split: DeviceSplit | None, *, trains_later: bool
 ) -> LoopSite:
     config, start = context.config, context.start
-    allocation, rates = build.build_allocation(config, split), _find_rates(config, split)
+    allocation = build.build_allocation(config, split)
     channel = build_channel(ChannelParts(config, context.workdir, model, allocation, learner.writers))
     if isinstance(channel, RecordChannel):
         context.own(channel)
@@ -196,7 +196,7 @@ def _open_loop(
     )
     return LoopSite(
         channel,
-        rates,
+        build.build_device_rates(config, allocation),
         functools.partial(_compile_generation if trains_later else _compile, start, learner),
         functools.partial(_describe_engines, config, learner),
         None if is_served else local,

@@ -17,6 +17,7 @@ from areal_jax.models.shape import Experts
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode import generate
 from areal_jax.sharding.placement import move_to
+from tests.native import needs_kernels
 from tests.rollout.decode.examples import (
     DECODER,
     PROMPT,
@@ -32,7 +33,6 @@ MIXED = Decoder(dataclasses.replace(CONFIG, experts=Experts(8, 3, 16, dense_laye
 OLMOE = Decoder(
     dataclasses.replace(CONFIG, family='olmoe', qk_norm=False, whole_qk_norm=True, experts=Experts(8, 2, 16, False))
 )
-needs_kernels = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 REQUESTS = {0: request(0), 1: request(1, prompt=np.arange(10, 19), new=7), 2: request(2, prompt=[9])}
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from areal_jax.models.logprobs import sum_blocks
-from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.jax_backend import MOST_PROGRAMS, compile_side_by_side
@@ -407,7 +406,7 @@ def test_a_step_computes_the_rows_of_its_batch():
     assert flops[2] < 0.6 * flops[4]
 
 
-@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+@needs_kernels
 def test_no_batch_is_compiled_that_costs_a_kernel_as_much_as_a_larger_one():
     sizes = {'slots': 16, 'batch_buckets': None, 'small_batches': False}
     kernels, xla = (build(dtype=dtype, **sizes) for dtype in ('float32', 'bfloat16'))

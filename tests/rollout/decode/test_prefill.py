@@ -10,7 +10,6 @@ import pytest
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
 from areal_jax.rollout.decode.attention.choose import NativeAttention
@@ -26,13 +25,13 @@ from areal_jax.rollout.decode.prefill import (
     pack_pieces,
     prefill_pieces,
 )
+from tests.native import needs_kernels
 from tests.rollout.decode.examples import DECODER as TWO_LAYERS
 from tests.rollout.decode.examples import whole_attention
 
 SIZES, CONTEXT = (64, 128), 400
 BLOCKS = 40  # of a cache
 ATTENTION = GatherAttention(1)
-needs_compiler = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 CONFIG = dataclasses.replace(TWO_LAYERS.config, n_layers=3)  # the keys of the third show the attention of the second
 DECODER = Decoder(CONFIG)
 WINDOWED = Decoder(dataclasses.replace(CONFIG, sliding_window=40))
@@ -161,7 +160,7 @@ def test_a_sliding_window_reaches_into_the_prior(decoder, block_tokens):
     assert np.abs(expected(1, 150, decoder) - expected(1, 150)).max() > 1e-2
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize('decoder', [DECODER, PARTLY_WINDOWED], ids=['whole', 'windows'])
 @any_block
 def test_the_attention_in_cpp_reads_the_cache_in_place(block_tokens, decoder):
@@ -176,7 +175,7 @@ def test_the_attention_in_cpp_reads_the_cache_in_place(block_tokens, decoder):
 # Bit for bit.
 
 
-@needs_compiler
+@needs_kernels
 def test_the_attention_in_cpp_gives_a_token_the_same_bits_in_any_piece():
     whole, cut = (Sequences(24, attention=native_attention()) for _ in range(2))
     bucket = PrefillBucket(128, 432)

@@ -7,9 +7,9 @@ import pytest
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora
-from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.jax_backend import JaxScoring
 from areal_jax.rollout.scoring import ScoringRequest
+from tests.native import needs_kernels
 from tests.rollout.decode.examples import (
     DECODER,
     PROMPT,
@@ -22,8 +22,6 @@ from tests.rollout.decode.examples import (
     request,
 )
 
-native = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
-
 
 def decoding_of(requests, **changed):
     decoding = Decoding(backend(weights='int8', **changed))
@@ -31,7 +29,7 @@ def decoding_of(requests, **changed):
     return decoding
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize('stops_at', [1, 4, 7])
 def test_an_interruption_under_equal_weights_changes_no_bit(stops_at):
     whole, whole_logprobs = generate(request(), weights='int8')
@@ -57,7 +55,7 @@ def test_logprobs_are_near_those_of_the_published_weights_and_not_the_same(chang
         assert error.mean() < 0.1
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize('decoder', [DECODER, WINDOWED])
 def test_scores_are_near_the_log_probs_of_decoding(decoder):
     one = build(decoder, weights='int8')

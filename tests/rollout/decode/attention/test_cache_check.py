@@ -21,6 +21,7 @@ from areal_jax.rollout.decode.attention.choose import (
 from areal_jax.rollout.decode.attention.loops import GatherAttention, LoopAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
+from tests.native import needs_kernels
 
 CPU = jax.devices('cpu')[0]
 SMALL = Demand(heads=4, kv_heads=2, head_dim=16, block_tokens=16, table_blocks=4, dtype='float32', windows=False)
@@ -40,7 +41,7 @@ def test_plain_ones_agree_with_float64(attention, demand):
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
 
 
-@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+@needs_kernels
 @pytest.mark.parametrize(
     'changes',
     [{}, {'head_dim': 64}, {'head_dim': 128}, {'block_tokens': 1}, {'heads': 9, 'kv_heads': 3, 'head_dim': 20}],
