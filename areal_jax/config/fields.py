@@ -11,8 +11,8 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 from ml_collections import config_dict
 
@@ -381,9 +381,13 @@ def declare_section(kind: type[ConfigSection]) -> Section:
 SectionKind = TypeVar('SectionKind', bound=ConfigSection)
 
 
-@functools.cache
 def list_fields(kind: type[Any]) -> Mapping[str, Field]:
     """Returns the declarations of a section, or of another dataclass with fields of `declare`, by name."""
+    return _read_declarations(cast(Hashable, kind))  # a type checker looks at the hash of its instances
+
+
+@functools.cache
+def _read_declarations(kind: Any) -> Mapping[str, Field]:
     return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind) if field.metadata}
 
 
