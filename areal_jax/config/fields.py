@@ -387,7 +387,7 @@ def list_fields(kind: type[Any]) -> Mapping[str, Field]:
 
 
 @functools.cache
-def _read_declarations(kind: Any) -> Mapping[str, Field]:
+def _read_declarations(kind: type) -> Mapping[str, Field]:
     return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind) if field.metadata}
 
 
