@@ -238,6 +238,6 @@ ROUTED_EXPERTS = declare(
         'uint8',  # to 255 experts, uint16 above; the largest value = not recorded
         shape=None,
         fill=255,
-        packed=False,  # not by loss token; rows hold it for all their tokens, see packing/rows.py
+        packed=False,  # not by loss token; rows hold it for all their tokens, see learning/packed_rows.py
     )
 )

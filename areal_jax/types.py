@@ -1,7 +1,7 @@
 """The data that flow through the loop: prompts, segments, trajectories, batches and weights.
 
 numpy only: nothing here imports jax, so host code can hold these anywhere. Arrays are aligned by the token they
-describe: entry t of every per-token array describes token t itself (learning/packing/packing.py shifts to next-token
+describe: entry t of every per-token array describes token t itself (learning/packing.py shifts to next-token
 form, once).
 """
 

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.export import export_hf
 from benchmarks.case import make_work, save_work
 from benchmarks.report import write_report

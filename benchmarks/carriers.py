@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from areal_jax.distributed.peers import prove_as_client, prove_as_server
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.carriers.shm_segment import segment_path, sweep

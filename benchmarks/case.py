@@ -15,11 +15,11 @@ from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.forward import forward
 from areal_jax.learning.objective.advantages import group_advantages
-from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 from benchmarks.workload import Work, Workload

@@ -29,10 +29,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import LEARNER, Command, Message, encode_message
 from areal_jax.distributed.peers import Peers
+from areal_jax.distributed.remote_learner import follow
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 from benchmarks.report import write_report
 from benchmarks.sides import ROOT

@@ -35,7 +35,7 @@ import psutil
 
 from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from benchmarks.ratios import spread
 from benchmarks.report import write_report
 from benchmarks.sides import ARITHMETIC, QUICKSTART

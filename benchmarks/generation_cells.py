@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.export import export_hf
 from benchmarks.against_tunix import tunix_model
 from benchmarks.ratios import CLOCKS, Bar

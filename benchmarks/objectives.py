@@ -33,10 +33,10 @@ from areal_jax.config.objectives import DECOUPLED_PPO, OBJECTIVES, is_policy
 from areal_jax.errors import UserError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, COLLISION, POLICY, REFERENCE, VALUES, Objective
-from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, make_value_head
+from areal_jax.learning.optimizer import add_critic_optimizer
+from areal_jax.learning.weights import VALUE_HEAD, make_value_head
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup, Tree
 from benchmarks.case import default_optimizer, learner_settings, make_groups, make_work

@@ -30,7 +30,7 @@ import jax
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.sharding.rules import make_mesh
 from benchmarks.case import default_optimizer, learner_settings, make_groups, make_work
 from benchmarks.report import write_report

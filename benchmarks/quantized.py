@@ -26,8 +26,7 @@ from areal_jax.app.model.model import Model, build_model
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
-from areal_jax.rollout.decode.decode_weights import PreparedWeights
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.options import Row, make_parser, report, run, show
 from benchmarks.quantized_parts import mismatches

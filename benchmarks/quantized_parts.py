@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_jax.app.model.model import Model
 from areal_jax.models import decoder as decoders
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.quantized import Rows, quantize
 

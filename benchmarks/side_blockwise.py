@@ -28,8 +28,7 @@ from areal_jax.app.parts.learner_builder import (
     build_training_decoder,
 )
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings, Exchange
-from areal_jax.distributed.averages import Average, Averages, Block
+from areal_jax.distributed.averaged_learner import Average, AveragedLearner, Averages, Block, ClientSettings, Exchange
 from areal_jax.telemetry import names
 from areal_jax.types import TrajectoryGroup
 from benchmarks.case import make_groups

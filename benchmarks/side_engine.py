@@ -18,7 +18,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine

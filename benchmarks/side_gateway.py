@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.agents.dialogue import Reply, Turn
-from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
-from areal_jax.agents.gateway.session import Session
+from areal_jax.agents.gateway import Gateway, GatewaySettings, Session
 from areal_jax.agents.programs.program_host import Ending, Job
 from areal_jax.app.process.setup import set_up_process
 from areal_jax.control.episode import Call

@@ -25,7 +25,7 @@ from areal_jax.events.schema import Event
 from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.lanes import engine_lane
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.report.event_log import lane_intervals
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import PublishedWeights, Tree, Weights

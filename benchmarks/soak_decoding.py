@@ -12,8 +12,7 @@ from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.rollout.decode.decode_weights import PreparedWeights
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.side_engine import LANES, STALL_S

@@ -18,7 +18,7 @@ from areal_jax.control.episode import Row
 from areal_jax.distributed.messages import decode, encode
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objectives import Likelihood
-from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.packing import empty_batch
 from areal_jax.learning.passes import training_rows
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.rollout.http.clients.own import OwnEngine
@@ -362,5 +362,5 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/counting.py'}
     assert names == used | {'config/kinds.py', 'config/generation.py', '__init__.py', 'control/frictions.py'}
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'ROUTED_EXPERTS' in p.read_text()}
-    filled, checked = {'columns.py', 'models/shape.py', 'models/experts.py'}, {'rollout/http/wire/column_form.py'}
+    filled, checked = {'columns.py', 'models/families.py', 'models/experts.py'}, {'rollout/http/wire/column_form.py'}
     assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/measurement.py'}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, Message, ProgramsError, ToolFailedError, Turn
 from areal_jax.control.episode import Call, Episode
@@ -15,6 +15,9 @@ from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock
 from areal_jax.text.chat_template import ToolsNotShownError, read_arguments
 from areal_jax.types import FinishReason, Prompt, Work
+
+if TYPE_CHECKING:
+    from areal_jax.agents.gateway import Session
 
 RunTool = Callable[[object], Awaitable[str]]  # takes the arguments; runs on the I/O loop, see Dialogue.call_tool
 
@@ -66,20 +69,6 @@ _SPENT: dict[Label, str] = {
 }
 
 
-class ProgramSession(Protocol):
-    """One episode at the gateway (gateway/session.py)."""
-
-    async def next(self) -> JsonObject:
-        """Returns the next event of the program; awaited on the I/O loop."""
-        ...
-
-    def answer(self, number: int, turns: Sequence[Turn]) -> None: ...
-
-    def refuse(self, number: int, sentence: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ProgramFailedError(Exception):
     """Raised if the program of an episode ended with an error: the episode has no reward."""
 
@@ -93,9 +82,7 @@ class ProgramAgent:
       deadline_s: the deadline of an episode.
     """
 
-    def __init__(
-        self, clock: Clock, open_session: Callable[[Prompt, int], ProgramSession], lane: str, deadline_s: float
-    ):
+    def __init__(self, clock: Clock, open_session: Callable[[Prompt, int], Session], lane: str, deadline_s: float):
         self._clock, self._open_session, self._lane, self._deadline_s = clock, open_session, lane, deadline_s
 
     async def __call__(self, prompt: Prompt, dialogue: Dialogue) -> None:
@@ -118,7 +105,7 @@ class ProgramAgent:
 class _Answering:
     """The calls of one program; each is answered by a separate coroutine."""
 
-    def __init__(self, session: ProgramSession, dialogue: Dialogue):
+    def __init__(self, session: Session, dialogue: Dialogue):
         self._session, self._dialogue = session, dialogue
         self._messages: list[list[Message]] = []  # by number of the call
         self._turns: dict[int, list[Call]] = {}
@@ -175,11 +162,8 @@ class _Answering:
         elif isinstance(fault, UserError) and not isinstance(fault, RequestLostError):
             self._session.refuse(number, str(fault))  # e.g. the template refuses the messages
         elif not self._has_ended:
-            self._stop(fault)
-
-    def _stop(self, error: BaseException) -> None:
-        self._fatal = self._fatal or error
-        self._session.close()
+            self._fatal = self._fatal or fault
+            self._session.close()
 
 
 Agent: TypeAlias = Callable[[Prompt, Dialogue], Awaitable[object]]  # returns when the episode is over
@@ -221,7 +205,6 @@ class AgentWorkflow:
         episode.finish_reason = _FINISH.get(label)
 
     async def _run_within(self, prompt: Prompt, episode: Episode, dialogue: Dialogue) -> Label:
-        """Runs the agent up to the deadline; then cancels it and the answers that it waits for."""
         name = f'agent {prompt.draw}.{episode.sample}'
         ended = self._clock.event(f'end of {name}')
         task = asyncio.get_running_loop().create_task(self._run(prompt, episode, dialogue), name=name)

@@ -20,15 +20,7 @@ from areal_jax.control.episode import Call, Episode, Row
 from areal_jax.errors import UserError, cut_text
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Generator
-from areal_jax.rollout.http.wire.answer_reader import (
-    BEGIN_TOKEN,
-    END_TOKEN,
-    AnswerParser,
-    CallParser,
-    FoundCall,
-    Notation,
-    ParsedAnswer,
-)
+from areal_jax.rollout.http.wire import answer_reader
 from areal_jax.text.chat_template import can_extend, for_template, read_arguments, require_shown
 from areal_jax.text.decoding import TextDecoder
 from areal_jax.text.tokenizer import Tokenizer
@@ -46,8 +38,8 @@ Fork: TypeAlias = Literal['resampled', 'tools', 'history', 'conversation', 'tail
 _COMPARED = ('role', 'content', 'tool_calls', 'tool_call_id', 'name')  # reasoning need not come back
 
 
-class Renderer(Protocol):
-    """The chat template of a model, with its tokenizer."""
+class ChatFormat(Protocol):
+    """The chat template of a model, with its tokenizer and the notation of calls in it."""
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
         """Returns int32 [P]: the whole conversation, up to where the answer begins."""
@@ -63,6 +55,15 @@ class Renderer(Protocol):
         """
         ...
 
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
+        """Returns the message in sampled ids, int32 [n], and the number of broken calls, which stay text.
+
+        The message holds text and tool calls; the ids of the calls begin with `prefix`.
+        """
+        ...
+
+    def closes(self, token: int) -> bool: ...
+
 
 class Conversation:
     """The calls of one episode and the rows that hold them.
@@ -72,7 +73,7 @@ class Conversation:
       prompt_tokens: int32 [P], the prompt of the draw: a row that begins with exactly these refers to it.
     """
 
-    def __init__(self, episode: Episode, prompt_tokens: np.ndarray, renderer: Renderer):
+    def __init__(self, episode: Episode, prompt_tokens: np.ndarray, renderer: ChatFormat):
         self._episode, self._prompt, self._renderer = episode, prompt_tokens, renderer
         self._hashes: dict[Call, list[bytes]] = {}  # of the messages of calls under way
 
@@ -238,7 +239,6 @@ def _join_content(content: object) -> object:
 
 
 def _canonical_call(call: object) -> object:
-    """The id, the name, and the arguments as parsed JSON, or unchanged if they are not JSON."""
     if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
         return call
     return [call.get('id'), function.get('name'), read_arguments(function.get('arguments'))]
@@ -252,19 +252,19 @@ def _items(value: object) -> Sequence[object]:
 
 
 class TokenizerFormat:
-    """Implements dialogue.ChatFormat."""
+    """Implements ChatFormat."""
 
-    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser):
+    def __init__(self, tokenizer: Tokenizer, parser: answer_reader.AnswerParser):
         self._tokenizer, self._parser = tokenizer, parser
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
-        """See Renderer; raises ConversationError for messages that the template refuses, or does not show."""
+        """See ChatFormat; raises ConversationError for messages that the template refuses, or does not show."""
         conversations, listed = [for_template(messages)], [dict(tool) for tool in tools]
         require_shown(self._tokenizer, conversations, listed)
         return self._tokenizer.encode_chats(conversations, listed)[0]
 
     def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray | None:
-        """See Renderer; raises ConversationError as `render` does."""
+        """See ChatFormat; raises ConversationError as `render` does."""
         following, listed = for_template(messages), [dict(tool) for tool in tools]
         require_shown(self._tokenizer, [following], listed)
         return self._tokenizer.extend_chat(following, listed, closed_by=closed_by)
@@ -285,20 +285,20 @@ class NotationParser:
       notation: the notation of calls that the template shows to the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer, notation: Notation):
+    def __init__(self, tokenizer: Tokenizer, notation: answer_reader.Notation):
         self._tokenizer, self._notation = tokenizer, notation
-        spelled = ((notation.begin, BEGIN_TOKEN), (notation.end, END_TOKEN))
+        spelled = ((notation.begin, answer_reader.BEGIN_TOKEN), (notation.end, answer_reader.END_TOKEN))
         self._marks = {ids[0]: mark for text, mark in spelled if len(ids := self._encode(text)) == 1}
 
-    def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
+    def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> answer_reader.ParsedAnswer:
         """See answer_reader.AnswerParser. The prompt is not read."""
         decoder = TextDecoder(self._tokenizer.token_bytes, ends=self._tokenizer.end_ids, marks=self._marks)
         text = decoder.extend(answer, is_last=True)
-        parser = CallParser(self._notation, tuple(self._marks.values()))
+        parser = answer_reader.CallParser(self._notation, tuple(self._marks.values()))
         parts = parser.extend(text, is_last=True) if tools else [text]
         content = ''.join(part for part in parts if isinstance(part, str))
-        calls = tuple((part.name, part.arguments) for part in parts if isinstance(part, FoundCall))
-        return ParsedAnswer(content, calls, unparsed=parser.unparsed)
+        calls = tuple((part.name, part.arguments) for part in parts if isinstance(part, answer_reader.FoundCall))
+        return answer_reader.ParsedAnswer(content, calls, unparsed=parser.unparsed)
 
     def _encode(self, text: str) -> Sequence[int]:
         """The ids of a mark; () if the tokenizer cannot encode it."""
@@ -307,8 +307,7 @@ class NotationParser:
         return ()
 
 
-def _describe_message(found: ParsedAnswer, prefix: str) -> JsonObject:
-    """The assistant's message in the format of OpenAI's chat; the ids of its calls begin with `prefix`."""
+def _describe_message(found: answer_reader.ParsedAnswer, prefix: str) -> JsonObject:
     message: JsonObject = {'role': 'assistant', 'content': found.text or None}
     if found.reasoning:
         message['reasoning_content'] = found.reasoning
@@ -341,21 +340,6 @@ class ProgramsError(UserError):
 
 class ToolFailedError(Exception):
     """Raised by a tool that cannot do its work: the episode ends as env_error, without a reward."""
-
-
-class ChatFormat(Renderer, Protocol):
-    """A chat template together with the notation of calls in it."""
-
-    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
-        """Returns the message in sampled ids, int32 [n], and the number of broken calls, which stay text.
-
-        The message holds text and tool calls; the ids of the calls begin with `prefix`.
-        """
-        ...
-
-    def closes(self, token: int) -> bool:
-        """Whether the token ends a turn."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,7 +402,7 @@ class Dialogue:
         budgets: Budgets,
         lane: str,
     ):
-        self._pool, self._clock, self._prompt, self._episode, self._lane = pool, clock, prompt, episode, lane
+        self._pool, self._clock, self._prompt, self.episode, self._lane = pool, clock, prompt, episode, lane
         self._sampling, self._seed, self._format, self._budgets = sampling, seed, chat_format, budgets
         self._conversation = Conversation(episode, prompt.tokens, chat_format)
         self._recorded = list(episode.calls)  # not yet repeated by a program that was started again
@@ -426,10 +410,6 @@ class Dialogue:
         self._open: dict[int, GenerationRequest] = {}  # answers under way, by the number of their row
         self._closing: Label | None = None
         self._drained = clock.event(f'answers of episode {prompt.draw}.{episode.sample}')
-
-    @property
-    def episode(self) -> Episode:
-        return self._episode
 
     async def chat(self, messages: Messages, tools: Tools = ()) -> Reply:
         """Returns the policy's reply to a conversation; raises EpisodeEnd if no budget is left."""
@@ -449,7 +429,8 @@ class Dialogue:
             raise EpisodeEnd(self._closing)
         call = self._find_recorded(messages, tools)
         if call is None:
-            self._require_turn()
+            if self._budgets.max_turns and len(self.episode.calls) >= self._budgets.max_turns:
+                raise EpisodeEnd('turns')
             call = self._conversation.begin(messages, tools, wish)
         if call.reply is None:
             await self._answer(call, messages, tools, one_tool_call)
@@ -471,7 +452,7 @@ class Dialogue:
 
     def withdraw_unused(self) -> None:
         """Withdraws calls that were never answered, and recorded calls that the program did not repeat."""
-        self.withdraw(call for call in self._episode.calls if call.reply is None or call in self._recorded)
+        self.withdraw(call for call in self.episode.calls if call.reply is None or call in self._recorded)
         self._recorded.clear()
 
     async def call_tool(
@@ -487,19 +468,18 @@ class Dialogue:
         if recorded is not None:
             self._results.remove(recorded)
         else:
-            detail = {'draw': self._prompt.draw, 'sample': self._episode.sample, 'tool': name}
-            work = Work('tool', 1.0, detail, size={'call': len(self._episode.results)}, recorded=True)
+            detail = {'draw': self._prompt.draw, 'sample': self.episode.sample, 'tool': name}
+            work = Work('tool', 1.0, detail, size={'call': len(self.episode.results)}, recorded=True)
             most = self._budgets.tool_bytes if most_bytes is None else most_bytes
             run = lambda: _describe_result(tool, self._budgets.tool_deadline_s, most)
             told = await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)
             recorded = {'call': key, 'name': name, 'arguments': to_json(arguments), **told}
-            self._episode.results.append(recorded)
+            self.episode.results.append(recorded)
         if recorded['failed']:
             raise EpisodeEnd('env_error') from ToolFailedError(recorded['text'])
         return str(recorded['text'])
 
     def _find_recorded(self, messages: Messages, tools: Tools) -> Call | None:
-        """Returns the recorded call that this one repeats; the first call without one drops the record."""
         if not self._recorded:
             return None
         asked = digests(messages, tools)[-1]
@@ -509,20 +489,16 @@ class Dialogue:
             return found
         self.withdraw(self._recorded)  # the earlier program got their replies; this one continues differently
         for result in self._results:
-            self._episode.results.remove(result)
+            self.episode.results.remove(result)
         self._recorded.clear()
         self._results.clear()
         return None
-
-    def _require_turn(self) -> None:
-        if self._budgets.max_turns and len(self._episode.calls) >= self._budgets.max_turns:
-            raise EpisodeEnd('turns')
 
     def _describe_turn(self, call: Call) -> Turn:
         assert call.reply is not None
         prompt, answer = self._conversation.tokens_before(call.row, call.start), []
         left = call.end - len(prompt)
-        for segment in self._episode.rows[call.row].segments[call.start :]:
+        for segment in self.episode.rows[call.row].segments[call.start :]:
             if left <= 0:
                 break
             answer.append(segment)
@@ -531,7 +507,7 @@ class Dialogue:
 
     async def _answer(self, call: Call, messages: Messages, tools: Tools, one_tool_call: bool) -> None:
         """Generates into the row of the call, after the part of the answer that a resumed episode already has."""
-        row = self._episode.rows[call.row]
+        row = self.episode.rows[call.row]
         prompt = self._conversation.tokens_before(call.row, call.start)
         begun = tuple(row.segments[call.start :])
         room = self._room(call, len(prompt))
@@ -541,15 +517,15 @@ class Dialogue:
             raise EpisodeEnd('length')
         request = GenerationRequest(
             draw=self._prompt.draw,
-            sample=self._episode.sample,
+            sample=self.episode.sample,
             seed=self._seed,
             prompt_tokens=prompt,
             sampling=dataclasses.replace(self._sampling, max_new_tokens=room),
             prefix=begun,
             row=call.row,
         )
-        generation = self._pool.generate(request, prefer=self._episode.engine)
-        self._episode.engine = generation.engine
+        generation = self._pool.generate(request, prefer=self.episode.engine)
+        self.episode.engine = generation.engine
         self._open[call.row] = request
         try:
             async for segment in generation:
@@ -557,7 +533,7 @@ class Dialogue:
         finally:
             del self._open[call.row]
             self._drained.set()
-        self._episode.engine = generation.engine  # it may have moved
+        self.episode.engine = generation.engine  # it may have moved
         if generation.finish_reason == 'cancelled':
             raise EpisodeEnd('cancelled')  # the record keeps the partial answer, for a resumed run
         is_cut = generation.finish_reason == 'length'
@@ -566,7 +542,7 @@ class Dialogue:
     def _room(self, call: Call, prompt_tokens: int) -> int:
         """The most tokens of the answer, including those already generated."""
         before = sum(len(segment.tokens) for segment in self._generated()) - sum(
-            len(segment.tokens) for segment in self._episode.rows[call.row].segments[call.start :]
+            len(segment.tokens) for segment in self.episode.rows[call.row].segments[call.start :]
         )
         rooms = [self._sampling.max_new_tokens - before, self._budgets.context_tokens - prompt_tokens]
         return min(rooms + ([self._budgets.max_turn_tokens] if self._budgets.max_turn_tokens else []))
@@ -575,25 +551,24 @@ class Dialogue:
         self, call: Call, messages: Messages, tools: Tools, answer: Sequence[Segment], is_cut: bool, one_tool_call: bool
     ) -> None:
         ids = np.concatenate([segment.tokens for segment in answer])
-        reply, unparsed = self._format.parse(ids, tools, f'call_{self._episode.calls.index(call)}')
+        reply, unparsed = self._format.parse(ids, tools, f'call_{self.episode.calls.index(call)}')
         calls = reply.get('tool_calls')
         called = len(calls) if isinstance(calls, list) else 0
-        self._episode.count(tool_calls=called, unparsed=unparsed)
+        self.episode.count(tool_calls=called, unparsed=unparsed)
         if one_tool_call and called > 1:
             assert isinstance(calls, list)
             reply = {**reply, 'tool_calls': calls[:1]}
-            self._episode.count(hidden=called - 1)
+            self.episode.count(hidden=called - 1)
         reason = 'length' if is_cut else 'tool_calls' if reply.get('tool_calls') else 'stop'
         closed = self._format.closes(int(ids[-1]))
         self._conversation.end(call, messages, tools, reply, closed=closed, finish_reason=reason)
 
     def _generated(self) -> list[Segment]:
-        rows = itertools.chain.from_iterable(row.segments for row in self._episode.rows)
+        rows = itertools.chain.from_iterable(row.segments for row in self.episode.rows)
         return [segment for segment in rows if segment.policy_version != NOT_GENERATED]
 
 
 async def _describe_result(tool: Callable[[], Awaitable[str]], deadline_s: float, most_bytes: int) -> dict[str, object]:
-    """Calls the tool and returns the log's entry for it: JSON, whatever the tool does."""
     import asyncio
 
     try:

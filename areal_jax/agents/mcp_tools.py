@@ -115,7 +115,6 @@ class ServerProcess:
             self._fail(': '.join([how, *last]))
 
     async def _read_line(self, stdout: asyncio.StreamReader) -> bytes:
-        """Reads a line; b'' at the end of the output, and if a limit is exceeded."""
         try:
             line = await stdout.readline()
         except ValueError:
@@ -167,7 +166,6 @@ class ServerProcess:
                 await self._process.wait()
 
     def _kill(self) -> None:
-        """Kills the process and all processes that it started, which have the mark in their environment."""
         if self._process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -264,8 +262,6 @@ class McpTools:
 
 
 class _Session:
-    """The connection to one server: a child process, or HTTP."""
-
     def __init__(self, server: str, start_s: float):
         self.server, self._start_s = server, start_s
         self._process = None if is_url(server) else ServerProcess(server)

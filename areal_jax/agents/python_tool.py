@@ -143,7 +143,6 @@ class _Worker:
 
 
 def _describe(limits: ProgramLimits) -> JsonObject:
-    """The tool's definition in the form of OpenAI's chat."""
     schema: dict[str, Any] = {
         'type': 'object',
         'properties': {_ARGUMENT: {'type': 'string', 'description': 'The whole program.'}},

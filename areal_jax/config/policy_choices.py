@@ -2,7 +2,7 @@
 
 Each is declared here once: its default in the loss, the field of the section `loss` that sets it (loss.py), and that
 field's names in other libraries. A surrogate or an advantage is an entry of SURROGATES or ADVANTAGES, which lists the
-fields that it reads, and a function of learning/objective/surrogates.py or advantages.py.
+fields that it reads, and a function of learning/objective/ratios.py or advantages.py.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class OptimizerSection(ConfigSection):
         Choice(
             'adamw',
             ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'),
-            'see learning/optimizer/optimizer.py',
+            'see learning/optimizer.py',
             other_names='optim optimizer optimizer_type optimizer_name',
         )
     )

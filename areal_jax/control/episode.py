@@ -263,7 +263,7 @@ def join_segments(first: Segment, second: Segment) -> Segment:
 
 # The episode as JSON, for a scorer that asks for it: conversations of its rows, results of its tools, its end.
 #
-# groups.py and evaluation/evaluator.py pass it to `Verifier.verify`. tasks/scoring/scorer_process.py completes it for
+# groups.py and evaluation/evaluator.py pass it to `Verifier.verify`. tasks/scoring/worker.py completes it for
 # an episode without calls.
 
 

@@ -1,13 +1,13 @@
 """Training over several processes: one process sends the learner's commands, and all with a learner execute them.
 
 rendezvous.py        the processes of a learner find each other and wait until all are built
-handshake.py         the key of the run, listening and connecting, and the check that both ends are of one run
+handshake.py         learner processes find each other, the key of the run, listening and connecting, and the check that
+                     both ends are of one run
 peers.py             authenticated frames to one process or to all at the same time; notices a lost process
 messages.py          commands, batches, answers and failures as bytes
-remote_learner.py    sends each command: process 0 of a learner, which executes it too, or a controller without jax
-follower.py          a process with a learner: executes the commands it receives
-averages.py          the mean of a block over independent clients, through a directory
-averaged_learner.py  a learner whose blocks are replaced by their means
+remote_learner.py    one end sends each command: process 0 of a learner, which executes it too, or a controller without
+                     jax; the other end, a process with a learner, executes it
+averaged_learner.py  a learner whose blocks are replaced by their means over independent clients, through a directory
 
 docs/design/distributed.md says what is authenticated.
 """

@@ -117,7 +117,6 @@ def _split_columns(columns: Mapping[str, Any], segments: int) -> list[dict[str, 
 
 
 def _pieces(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Cuts an array into consecutive views of these lengths; raises ValueError unless they cover all of it."""
     ends = np.cumsum(lengths)
     if int(lengths.sum()) != len(whole) or (lengths < 0).any():
         raise ValueError(f'{len(whole)} values where the lengths say {int(lengths.sum())}')
@@ -320,7 +319,6 @@ class Failure(NamedTuple):
         return cls(type(error).__name__, str(error), isinstance(error, UserError), isinstance(error, ValueError))
 
     def __str__(self) -> str:
-        """The type and the first line of the message."""
         return f'{self.kind}: {(self.text.splitlines() or [""])[0][:300]}'
 
 

@@ -237,7 +237,6 @@ def prepare_socket(own: socket.socket) -> None:
 
 
 def _session_keys(key: bytes, client: bytes, server: bytes) -> tuple[bytes, bytes]:
-    """Returns (key for the client's messages, key for the server's messages)."""
     session = _mac(key, b'session' + client + server)
     return _mac(session, b'client'), _mac(session, b'server')
 
@@ -249,7 +248,6 @@ def _read_greeting(own: socket.socket) -> bytes:
 
 
 def _read(own: socket.socket, size: int) -> bytearray:
-    """Reads exactly `size` bytes; raises EOFError if the other end has closed, TimeoutError by the socket's timeout."""
     content = bytearray(size)
     rest = memoryview(content)
     while rest:

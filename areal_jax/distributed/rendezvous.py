@@ -66,8 +66,6 @@ _WITNESS_MS = 1000  # process 0 sets the key before it says that it is built
 
 
 class _KeyValueStore(Protocol):
-    """The part of jax's coordination client that is used here."""
-
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
@@ -168,7 +166,6 @@ def _await_built(index: int, end: float, deadline_s: float) -> None:
 
 
 def _tell(state: str) -> None:
-    """Publishes the state of this process to all."""
     coordination().key_value_set(_key(jax.process_index()), state, allow_overwrite=True)
 
 

@@ -142,14 +142,12 @@ class Evaluator:
             self._log.write('evaluation_start', version=self._version, answers=answers)
 
     def _note_end(self, phase: str, unverified: list[str]) -> None:
-        """Logs the end. `unverified`: label of each answer that scores 0 because it could not be verified."""
         if self._version is None:
             self._log.write('evaluate', phase=phase, mode='done', unverified=unverified)
         else:
             self._log.write('evaluation_done', version=self._version, unverified=unverified)
 
     async def _answer(self, prompt: Prompt, column: int) -> Answer | None:
-        """Returns the greedy (column 0) or a sampled answer with its verdict; None if it was cancelled."""
         episode = Episode(column)
         lost: Verdict | None = None
         try:

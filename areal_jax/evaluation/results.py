@@ -332,7 +332,6 @@ class Tally:
         }
 
     def _columns(self) -> list[str]:
-        """Names of the metrics, in the order of a row."""
         if not self._samples:
             return ['greedy']
         passes = [f'pass@{k}' for k in self._sizes]
@@ -340,7 +339,6 @@ class Tally:
 
 
 def render_results(results: Results) -> str:
-    """Renders the table for the terminal."""
     model, tokens, rate = results['model'], results['tokens'], results['tokens_per_second']
     speed = '' if rate is None else f', {rate:.0f} a second'
     return '\n'.join(

@@ -19,8 +19,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.installation import describe_install, describe_pip
-from areal_jax.models.families import FAMILIES
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import FAMILIES, ModelConfig
 
 if TYPE_CHECKING:
     import gguf

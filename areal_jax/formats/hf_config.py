@@ -15,8 +15,7 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.errors import UserError
-from areal_jax.models.families import EXPERT_COUNTS, FAMILIES
-from areal_jax.models.shape import Experts, Llama3Scaling, ModelConfig
+from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, Experts, Llama3Scaling, ModelConfig
 
 CONFIG = 'config.json'
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'

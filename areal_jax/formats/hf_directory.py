@@ -22,7 +22,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import FORMS, Params, WeightSpec, at_layer, is_adapter, leaf_at, nest, weight_table
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree

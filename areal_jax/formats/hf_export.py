@@ -21,7 +21,7 @@ from areal_jax import files
 from areal_jax.formats.hf_config import CONFIG, HfError, hf_config, read_json
 from areal_jax.formats.hf_directory import INDEX, WEIGHTS, HfTensor, hf_tensors, require_merged
 from areal_jax.formats.safetensors_file import write_tensors
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params, leaf_at
 
 # the files of a model besides its config and weights: tokenizer, chat template, its makers' sampling parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,10 @@ from areal_jax.learning.objective.objective import (
     STATISTICS,
     Objective,
 )
-from areal_jax.models.attention import packed_rows_attention
-from areal_jax.models.decoder import Attend, Constrain, Decoder
+from areal_jax.models.attention.backends import packed_rows_attention
+from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.expert_products import Mixer
-from areal_jax.models.experts import Routed, Routing, make_mix
+from areal_jax.models.experts import Routing, make_mix
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
 from areal_jax.models.vocabulary_divergence import clamped_entropy, count_kept, token_divergences
 from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
@@ -48,25 +48,8 @@ class SeenRoutes(NamedTuple):
     scores: jax.Array  # float32 [L, E], the sum of the scores of all tokens
 
 
-class PackedDecoder(Protocol):
-    """The methods of a model that the learner calls (models/decoder.py)."""
-
-    def hidden_and_routes(
-        self,
-        params: Tree,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        *,
-        constrain: Constrain,
-        routing: Routing,
-    ) -> tuple[jax.Array, Tree, Routed | None]: ...
-
-    def head(self, params: Tree) -> jax.Array: ...
-
-
 def forward(
-    decoder: PackedDecoder,
+    decoder: Decoder,
     params: Tree,
     rows: Rows,
     temperature: jax.Array | float,
@@ -91,7 +74,7 @@ def forward(
 
 
 def predicting_states(
-    decoder: PackedDecoder,
+    decoder: Decoder,
     params: Tree,
     rows: Rows,
     *,
@@ -136,7 +119,7 @@ def predicting_states(
 
 
 def score_targets(
-    decoder: PackedDecoder,
+    decoder: Decoder,
     params: Tree,
     states: jax.Array,
     targets: jax.Array,

@@ -1,7 +1,7 @@
 """The trainer that the controller drives: groups of one update in, weights of the next version out.
 
 The controller calls it in a single process, distributed/ in several. The commands are here; row_layout.py packs rows,
-passes.py makes the optimizer steps, programs.py compiles, interchange.py converts weights for engines and checkpoints.
+passes.py makes the optimizer steps, programs.py compiles, weights.py converts weights for engines and checkpoints.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.compared_tokens import read_tokens
 from areal_jax.learning.diagnostics.measurement import Metrics, measure
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, require_full_softmax
 from areal_jax.learning.objective.objectives import require_advantages, require_finite_loss
-from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.passes import Declared, Update, train
 from areal_jax.learning.programs import AHEAD, describe_cast, place_state
 from areal_jax.learning.row_layout import RowLayout
@@ -34,10 +35,16 @@ from areal_jax.learning.trained_part import (
     place_teacher,
     prepare_mesh,
 )
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.finiteness import require_finite
-from areal_jax.learning.weights.interchange import HostCopies, match_snapshot, read_snapshot, take_snapshot
-from areal_jax.learning.weights.trained_leaves import Params, choose_trained, require_critic
+from areal_jax.learning.weights import (
+    HostCopies,
+    Params,
+    choose_trained,
+    match_snapshot,
+    read_snapshot,
+    require_critic,
+    require_finite,
+    take_snapshot,
+)
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import stack_layers
 from areal_jax.native.compiled_library import free_kept_blocks, preferred
@@ -296,7 +303,6 @@ class SpmdLearner:
         return saved | {'params': saved['params'] | jax.device_get(self._copy)} if copied else saved
 
     def _whole_optimizer(self) -> Tree:
-        """The optimizer state of a checkpoint."""
         return self.state.optimizer
 
     def restore(self, saved: Mapping[str, Tree]) -> None:

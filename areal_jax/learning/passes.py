@@ -15,12 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.columns import of_models
-from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.forward import TeacherForm
 from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, RETURNS, VALUES, Objective
 from areal_jax.learning.objective.objectives import require_prepared, require_token_advantages
-from areal_jax.learning.packing.rows import PackingReport
+from areal_jax.learning.packed_rows import PackingReport
 from areal_jax.learning.programs import (
     EXPERT_LOADS,
     FOLLOWS,
@@ -31,8 +30,8 @@ from areal_jax.learning.programs import (
     describe_cast,
 )
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.weights.trained_leaves import policy_leaves
+from areal_jax.learning.settings import LearnerSettings, sequence_effective_sample_size
+from areal_jax.learning.weights import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup, Tree
@@ -179,21 +178,19 @@ class Passes:
             for column in of_models():
                 rows.pop(column.name, None)
         scalars = self._scalars(denominator, version, first=True, follows=follows)
-        return self._layout.join_logprobs(
-            [
-                self.programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
-                for microbatch in self._layout.split(rows)
-            ]
-        )
+        return self._layout.join_logprobs(self._run_each('logprobs', weights, frozen, rows, scalars))
+
+    def _run_each(
+        self, name: str, weights: Tree, frozen: Tree, rows: Mapping[str, np.ndarray], scalars: Scalars
+    ) -> list[Any]:
+        """The results of a program for each micro-batch."""
+        run, layout = self.programs.run, self._layout
+        return [run(name, weights, frozen, layout.place(microbatch), scalars) for microbatch in layout.split(rows)]
 
     def _loads(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> np.ndarray:
         """float32 [L, E]: tokens of a minibatch that reach each expert, from an additional pass."""
-        working = self.working(state)
-        weights, frozen = policy_leaves(working), policy_leaves(state.frozen)
-        passed = [
-            self.programs.run('loads', weights, frozen, self._layout.place(one), scalars)
-            for one in self._layout.split(rows)
-        ]
+        weights, frozen = policy_leaves(self.working(state)), policy_leaves(state.frozen)
+        passed = self._run_each('loads', weights, frozen, rows, scalars)
         return np.asarray(np.sum(jax.device_get(passed), axis=0), np.float32)
 
     def _place_loads(self, loads: np.ndarray) -> dict[str, jax.Array]:
@@ -237,21 +234,17 @@ class Passes:
     ) -> tuple[np.ndarray, np.ndarray]:
         rows, denominator = training_rows(batch, self._settings.objective)
         scalars = self._scalars(denominator, version, first=True)
-        passed = [
-            self.programs.run(name, working, frozen, self._layout.place(microbatch), scalars)
-            for microbatch in self._layout.split(rows)
-        ]
+        passed = self._run_each(name, working, frozen, rows, scalars)
         first, second = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
         return first, second
 
     def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
-        """(name, arguments) of every program that updates and publications run; `state` may be described only."""
+        """(name, arguments) of every program that updates run; `state` may be described only."""
         settings = self._settings
         working = state.params
         if settings.learner.dtype != 'float32':
             working = describe_cast(state.params, settings.learner.dtype)
             yield 'cast', (state.params,)
-        yield 'export', (state.params, state.frozen)
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, settings.objective)
             scalars = training = self._scalars(denominator, version=0, first=True)
@@ -290,7 +283,6 @@ class Passes:
             )
 
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
-        """Runs one program for the whole minibatch."""
         whole = self._layout.place(rows)
         state.params, state.optimizer, step, metrics, logprobs = self.programs.run(
             'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
@@ -300,7 +292,6 @@ class Passes:
         return StepResult(jax.device_get(step), measured, jax.device_get(logprobs), routes=routes)
 
     def _take_routes(self, metrics: Sequence[dict[str, Any]]) -> StepRoutes | None:
-        """Removes the routes from the metrics of each micro-batch, or of all at once with leading axes [M]."""
         found = [one.pop(SEEN_ROUTES) for one in metrics if SEEN_ROUTES in one]
         if not found:
             return None
@@ -312,7 +303,6 @@ class Passes:
     def _dispatch(
         self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float
     ) -> StepResult:
-        """Runs one program for each micro-batch, then one for the step."""
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working = self.working(state)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning.brakes import sequence_effective_sample_size
+from areal_jax.learning import weights as trees
 from areal_jax.learning.forward import (
     Rows,
     SeenRoutes,
@@ -31,12 +31,10 @@ from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, RETURNS,
 from areal_jax.learning.objective.objectives import require_loss
 from areal_jax.learning.objective.policy_loss import recomputed_logprobs
 from areal_jax.learning.objective.ratios import masked_sum
-from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.interchange import export_weights
-from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, Params, scale_gradient, score_states
-from areal_jax.models.attention import jax_settings
+from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.settings import LearnerSettings, sequence_effective_sample_size
+from areal_jax.learning.weights import VALUE_HEAD, Params, export_weights, scale_gradient, score_states
+from areal_jax.models.attention.backends import jax_settings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
@@ -481,7 +479,6 @@ def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:
 
 
 def _copy(trained: Params, programs: CompiledPrograms) -> Tree:
-    """The trained weights on the mesh, in buffers that an update may overwrite."""
     shardings = programs.definitions.params
     on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained))
     if on_host and jax.process_count() == 1:  # copied once, while they are placed

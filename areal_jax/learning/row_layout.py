@@ -11,21 +11,14 @@ from jax.sharding import Mesh
 from areal_jax.columns import declared
 from areal_jax.config.cluster import LEARNER
 from areal_jax.config.fields import ConfigError
+from areal_jax.learning import packed_rows
 from areal_jax.learning.forward import require_heads
-from areal_jax.learning.packing.packing import empty_batch, pack
-from areal_jax.learning.packing.rows import (
-    PackingReport,
-    RowShape,
-    decoder_cost,
-    smaller_rows,
-    tail_bucket,
-    tail_buckets,
-    trim,
-)
+from areal_jax.learning.packing import empty_batch, pack
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
+from areal_jax.models.attention.backends import BACKENDS, shares_prompts
+from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.experts import require_experts
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import data_shards, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup
@@ -40,8 +33,8 @@ class RowLayout:
 
     def __init__(self, config: ModelConfig, mesh: Mesh, settings: LearnerSettings):
         self._config, self._mesh, self._settings = config, mesh, settings
-        halves = tail_buckets(*settings.learner.row_room, 1 + settings.learner.tail_buckets)
-        self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.learner.row_buckets)}))
+        halves = packed_rows.tail_buckets(*settings.learner.row_room, 1 + settings.learner.tail_buckets)
+        self._buckets = tuple(sorted({*halves, *packed_rows.smaller_rows(halves[-1], settings.learner.row_buckets)}))
         _require_model(config, mesh)
         for field, value, off in (
             ('rollout.record_routes', settings.records_routes, False),
@@ -63,7 +56,7 @@ class RowLayout:
         self.packing = settings.learner.packing if shares_prompts(self.attention) else 'ordinary'
         most = BACKENDS[self.attention].max_segments
         self._row_trajectories = most and most - 1  # the padding is a segment too
-        self._cost = decoder_cost(config)
+        self._cost = packed_rows.decoder_cost(config)
         self._columns = tuple(column for column in declared() if column.packed)
         self.inputs = config.columns if settings.records_routes else ()
 
@@ -78,7 +71,7 @@ class RowLayout:
         round_microbatches: bool = False,
         masks_truncated: bool = False,
         keeps_groups: bool = False,
-    ) -> tuple[list[PackedBatch], PackingReport]:
+    ) -> tuple[list[PackedBatch], packed_rows.PackingReport]:
         """See packing.pack."""
         settings = self._settings
         return pack(
@@ -108,7 +101,7 @@ class RowLayout:
         """Each micro-batch of rows [M, R, ...], trimmed to the smallest declared shape that holds it."""
         for m in range(len(rows['tokens'])):
             one = {name: array[m] for name, array in rows.items()}
-            yield trim(one, tail_bucket(one, self._buckets))
+            yield packed_rows.trim(one, packed_rows.tail_bucket(one, self._buckets))
 
     def join_logprobs(self, logprobs: Sequence[jax.Array]) -> np.ndarray:
         """float32 [M, R, N] from one array per micro-batch, which has the N of its bucket; 0 in trimmed places."""
@@ -145,7 +138,7 @@ def _require_model(config: ModelConfig, mesh: Mesh) -> None:
         )
 
 
-def _require_rows(buckets: Sequence[RowShape], rows_per_microbatch: int, mesh: Mesh) -> None:
+def _require_rows(buckets: Sequence[packed_rows.RowShape], rows_per_microbatch: int, mesh: Mesh) -> None:
     shards, context = data_shards(mesh), mesh.shape['context']
     if rows_per_microbatch % shards:
         raise ConfigError(

@@ -10,18 +10,17 @@ import jax
 from jax.sharding import Mesh
 
 from areal_jax.config.fields import ConfigError
+from areal_jax.learning import weights as trees
 from areal_jax.learning.forward import TeacherForm
 from areal_jax.learning.objective.objective import DIVERGENCES, FROM_TEACHER, TEACHER
-from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.passes import Declared, Passes, Teacher
 from areal_jax.learning.programs import CompiledPrograms, LearnerState, Programs, describe_state
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.interchange import export_weights
-from areal_jax.learning.weights.trained_leaves import Params, Trainable, critic_axes
+from areal_jax.learning.weights import Params, Trainable, critic_axes, export_weights
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import logical_axes, stack_layers
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import Shares, param_shardings, replicated
@@ -97,11 +96,7 @@ class TrainedPart:
 
     def declared_programs(self, *, exports: bool) -> list[Declared]:
         """Every program that its updates and, with `exports`, publications run."""
-        declared = [
-            (self.programs, name, args)
-            for name, args in self.passes.declared_programs(self.described)
-            if name != 'export'
-        ]
+        declared = [(self.programs, *one) for one in self.passes.declared_programs(self.described)]
         if exports:
             frozen = self.described.frozen if self.block is None else {}
             declared.insert(0, (self.programs, 'export', (self.described.params, frozen)))
@@ -114,7 +109,6 @@ def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
 
 
 def _paths(tree: Params, prefix: str = '') -> list[str]:
-    """The paths of all leaves, in order."""
     found: list[str] = []
     for name, value in sorted(tree.items()):
         found += _paths(value, f'{prefix}{name}/') if isinstance(value, dict) else [f'{prefix}{name}']
@@ -206,8 +200,7 @@ class PreparedMesh:
         """Shapes and shardings of the result of `SpmdLearner.publish` on this mesh."""
         programs, described = self.part.programs.definitions, self.part.described
         shapes = jax.eval_shape(programs.export(), described.params, described.frozen)
-        describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.tree.map(describe, shapes, programs.exported)
+        return _with_shardings(shapes, programs.exported)
 
 
 def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh:
@@ -235,7 +228,6 @@ def move_state(state: LearnerState, part: TrainedPart) -> None:
 
 
 def _take(state: LearnerState, name: str) -> Tree:
-    """Returns a field of the state and sets it to None."""
     tree = getattr(state, name)
     setattr(state, name, None)
     return tree

@@ -21,10 +21,10 @@ from areal_jax.models import native_layers
 from areal_jax.models import weights as initial
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.experts import Routed, Routing, follow_choice, rotary
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import Ranking, effective_temperature, rank_tokens
 from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
-from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import FORMS, Lora, Params, map_matrices, nest, stack_layers, weight_table
 from areal_jax.types import Tree
 
@@ -96,7 +96,6 @@ class Decoder:
         self._layer_graphs = {has: _layer_graph(config, lora, self._form, has) for has in have_experts}
 
     def __eq__(self, other: object) -> bool:
-        """Whether both compute the same function."""
         return isinstance(other, Decoder) and self._form_of_all == other._form_of_all
 
     def __hash__(self) -> int:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_products import Mixer, choose_mixer, mix_blocks
-from areal_jax.models.shape import Experts, Llama3Scaling, ModelConfig
+from areal_jax.models.families import Experts, Llama3Scaling, ModelConfig
 
 
 def rotary(
@@ -189,7 +189,6 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
 
 
 def _divides(mesh: Mesh, axis: str, size: int) -> str | None:
-    """The axis if it has several devices and they divide `size` evenly, else None."""
     return axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
 
 

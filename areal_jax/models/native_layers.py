@@ -18,9 +18,9 @@ import numpy as np
 
 from areal_jax.models.block import AttendLayer, Rotation
 from areal_jax.models.experts import columns_of_pass
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, Ranking
 from areal_jax.models.quantized import Quantized, is_in_panels
-from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.native import compiled_library as library
 from areal_jax.types import Tree
@@ -107,7 +107,6 @@ def run_step(
     read: Read,
     temperature: jax.Array,
 ) -> Stepped:
-    """Runs Decoder.step on activations x."""
     leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, *_arrays(head)]
     sides = [side for layer in cache for side in layer]
     first = 2 + len(rotation) + len(read) + len(leaves)  # of their arguments

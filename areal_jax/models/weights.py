@@ -21,8 +21,17 @@ import numpy as np
 
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.fields import COUNT, ConfigError
-from areal_jax.models.families import COMMON, FAMILIES, Init, Weight
-from areal_jax.models.shape import LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
+from areal_jax.models.families import (
+    COMMON,
+    FAMILIES,
+    LAYERS,
+    Init,
+    ModelConfig,
+    Weight,
+    layers_of,
+    letter_sizes,
+    rows_of,
+)
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
@@ -157,12 +166,10 @@ class WeightSpec:
 
     @property
     def in_layers(self) -> bool:
-        """Whether it is a weight of layers, one for each."""
         return self.path.startswith(LAYERS)
 
     @property
     def paths(self) -> list[str]:
-        """The paths of its leaves in list form."""
         return [at_layer(self.path, layer) for layer in self.layers] if self.in_layers else [self.path]
 
     @property

@@ -79,7 +79,14 @@ def find_or_compile(directory: pathlib.Path) -> pathlib.Path:
     """The path of the library for this source, compiler and processor; compiles it if it does not exist."""
     compiler = find_compiler()
     command = [compiler, *FLAGS, f'-isystem{jax.ffi.include_dir()}', str(SOURCE), '-o']
-    parts = [*_texts(), *command, _version(compiler), jaxlib.__version__, describe_processor()]
+    sources = [SOURCE, *sorted(SOURCE.parent.glob('*.h'))]
+    parts = [
+        *(path.read_text() for path in sources),
+        *command,
+        _version(compiler),
+        jaxlib.__version__,
+        describe_processor(),
+    ]
     path = directory / f'kernels_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so'
     if path.exists():
         return path
@@ -140,11 +147,6 @@ def _run(command: list[str]) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return process.returncode, said
-
-
-def _texts() -> list[str]:
-    """The texts of the source and of the headers in its folder."""
-    return [SOURCE.read_text(), *(path.read_text() for path in sorted(SOURCE.parent.glob('*.h')))]
 
 
 def find_compiler() -> str:
@@ -217,7 +219,6 @@ def count_blocks() -> BlockCounts:
 
 
 def _has_kernels() -> bool:
-    """Whether this process computes on a CPU and has the kernels; compiles them only on a CPU."""
     return jax.default_backend() == 'cpu' and is_available()
 
 

@@ -112,7 +112,6 @@ class ChangeFinder:
         return Found(self._taken(changed, large), (sums[0], sums[1]), unfinite)
 
     def _find(self, base: np.ndarray, current: np.ndarray, exponent: int) -> Found:
-        """Finds the changes with numpy."""
         found = [
             np.flatnonzero(base[start : start + _PIECE] != current[start : start + _PIECE]) + start
             for start in range(0, base.size, _PIECE)
@@ -147,7 +146,9 @@ def encode_changes(changes: Changes, size: int) -> bytes:
         streams = [np.zeros(0, np.uint8), np.zeros(0, np.uint8), *spread]
     encoded = []
     for index, stream in enumerate(streams):
-        deflated = _deflate(stream)
+        deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, _STRATEGY)
+        made = deflate.compress(stream.data) + deflate.flush()
+        deflated = made if len(made) < _SAVES * stream.size else None  # else it saves too little
         flags |= (deflated is not None) << index + 1
         encoded.append(stream.data if deflated is None else deflated)
     count, large = (size, 0) if flags & _DENSE else (changes.count, changes.large.size)
@@ -209,13 +210,6 @@ def add_sums(content: tuple[int, int], sums: Sequence[int], *, back: bool = Fals
     """Returns the content of a LeafDigest with the `sums` of the changes added, or with `back` subtracted."""
     sign = -1 if back else 1
     return (content[0] + sign * sums[0]) % 2**32, (content[1] + sign * sums[1]) % 2**32
-
-
-def _deflate(stream: np.ndarray) -> bytes | None:
-    """Deflates a stream; None if that saves too little."""
-    deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, _STRATEGY)
-    made = deflate.compress(stream.data) + deflate.flush()
-    return made if len(made) < _SAVES * stream.size else None
 
 
 def _read_stream(content: memoryview, length: int, *, deflated: bool) -> bytes:

@@ -18,7 +18,7 @@ from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import INDEX, WEIGHT_DTYPES, WEIGHTS
 from areal_jax.formats.hf_export import HfCompanions, HfFiles, plan_hf_files, write_record
 from areal_jax.formats.safetensors_file import SafetensorsError
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params, leaf_at
 from areal_jax.publication.manifest import decode_manifest, encode_manifest, finite_host_manifest, manifest_hash
 from areal_jax.publication.versions import MANIFEST, PublicationError, clear_versions, version_path
@@ -61,7 +61,6 @@ def write_hf_directory(
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
-    """Makes `target` a hard link to `source`; False if the file system refuses."""
     try:
         os.link(source, target)
     except OSError:

@@ -19,7 +19,7 @@ import numpy as np
 from areal_jax import files
 from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, HfFiles, plan_hf_files
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import PartWriter, write_hf_directory
 from areal_jax.publication.manifest import (
@@ -287,7 +287,13 @@ def load_version(
             return load_hf_weights(directory, config, shardings=shardings)
         with keep_while_read(directory) as content:
             held, manifest = parse_manifest(content)
-            _require_published(published, held, manifest)
+            found = manifest_hash(manifest)
+            if found != published.manifest_hash or held != published.version:
+                raise PublicationError(
+                    f'{published.handle} holds weights of version {held} with manifest {found[:12]}, version '
+                    f'{published.version} was published with {published.manifest_hash[:12]}: give every run a '
+                    'publication.directory of its own'
+                )
             params = load_hf_weights(directory, config, shardings=shardings)
     except PublicationError:
         raise
@@ -296,17 +302,6 @@ def load_version(
     if verify:
         require_equal(manifest, host_manifest(params), published.version)
     return params
-
-
-def _require_published(published: PublishedWeights, held: int, manifest: Manifest) -> None:
-    """Raises PublicationError if the manifest in the directory describes other weights."""
-    found = manifest_hash(manifest)
-    if found != published.manifest_hash or held != published.version:
-        raise PublicationError(
-            f'{published.handle} holds weights of version {held} with manifest {found[:12]}, version '
-            f'{published.version} was published with {published.manifest_hash[:12]}: give every run a '
-            'publication.directory of its own'
-        )
 
 
 def parse_manifest(content: bytes) -> tuple[int, Manifest]:

@@ -139,7 +139,6 @@ def unfinite_error(version: int, path: str, digest: LeafDigest, wrong: int) -> P
 
 
 def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
-    """The digest of every leaf, and the number of its values that are not finite."""
     leaves = leaves_by_path(params)
     sums = _sum_shards(list(leaves.values()))
     return {
@@ -184,7 +183,6 @@ def host_manifest(params: Tree) -> dict[str, LeafDigest]:
 
 
 def digest_leaf(leaf: np.ndarray) -> LeafDigest:
-    """Computes the digest of one leaf on the host."""
     return _leaf_digest(leaf, _host_sums(leaf)[:2])
 
 
@@ -331,7 +329,6 @@ def _mix_in_place(words: np.ndarray, scratch: np.ndarray) -> None:
 
 
 def _mix(words: jax.Array) -> jax.Array:
-    """MurmurHash3's 32-bit finalizer of uint32 values."""
     words = (words ^ (words >> np.uint32(16))) * np.uint32(_FIRST_FACTOR)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(_SECOND_FACTOR)
     return words ^ (words >> np.uint32(16))

@@ -53,11 +53,9 @@ class RecordHeader:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all parts."""
         return sum(self.sizes)
 
     def encode(self) -> bytes:
-        """Encodes the header as JSON."""
         base = None if self.base is None else dataclasses.asdict(self.base)
         return json.dumps({
             'format': FORMAT, 'version': self.version, 'base': base, 'manifest_hash': self.manifest_hash,

@@ -87,7 +87,6 @@ class WeightsReader:
         return next((each for each in self._sets if _is(each.held, version, manifest_hash)), None)
 
     def _bring(self, version: int, manifest_hash: str | None) -> WeightBuffers:
-        """Brings a free set to the version, and returns it."""
         spare, first = self._take_spare(), None
         with contextlib.suppress(PublicationError):  # after an error the set holds nothing
             self._roll(spare, version)
@@ -117,14 +116,12 @@ class WeightsReader:
         return buffers
 
     def _take_spare(self) -> WeightBuffers:
-        """Returns the newest free set, or a new one if all are in use."""
         free = self._free()
         if not free:
             self._sets.append(WeightBuffers(self._transposed))
         return free[-1] if free else self._sets[-1]
 
     def _free(self) -> list[WeightBuffers]:
-        """The sets that nothing uses, the newest last."""
         jax.device_put(np.uint8(0))  # jax drops the numpy arrays behind deleted jax arrays at its next call
         return sorted((each for each in self._sets if not each.in_use), key=_version)
 
@@ -241,14 +238,11 @@ def wrap_whole(version: int, leaves: Leaves) -> Record:
 
 
 def _bits_of(leaf: np.ndarray) -> np.ndarray:
-    """The bits of a leaf, uint16 [n]; a view if the leaf is row-major."""
     return np.ascontiguousarray(leaf).reshape(-1).view(np.uint16)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
-    """The last whole record and the deltas after it, all of which were sent."""
-
     held: Held  # the newest version
     manifest: Mapping[str, LeafDigest]  # of the newest version
     begun: int  # the whole version
@@ -333,11 +327,9 @@ class RecordChannel:
         return reader.receive(published.version, published.manifest_hash)[0]
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """See RecordSender.release."""
         self._sender.release(version, pinned)
 
     def close(self) -> None:
-        """Closes the readers of this process, and the carrier."""
         for reader in self._readers.values():
             reader.close()
         self._sender.close()

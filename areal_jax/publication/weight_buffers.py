@@ -21,13 +21,12 @@ import numpy as np
 from areal_jax.files import remove_directory
 from areal_jax.formats.hf_config import CONFIG, read_hf_config
 from areal_jax.formats.hf_export import COMPANIONS, HfCompanions, plan_hf_files
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.delta import Changes, add_sums, apply_changes, decode_changes
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import (
     LeafDigest,
-    Manifest,
     digest_leaf,
     encode_manifest,
     manifest_hash,
@@ -79,13 +78,9 @@ class WeightBuffers:
     def __init__(self, transposed: Collection[str] = ()):
         self.held: Held | None = None  # None: nothing that can be relied on
         self._transposed = frozenset(transposed)
-        self._manifest: dict[str, LeafDigest] = {}
+        self.manifest: dict[str, LeafDigest] = {}
         self._memory: dict[str, np.ndarray] = {}  # uint8 [bytes], by path
         self._lent: list[weakref.ref[np.ndarray]] = []
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
 
     @property
     def in_use(self) -> bool:
@@ -96,7 +91,7 @@ class WeightBuffers:
     def lend(self) -> dict[str, np.ndarray]:
         """Returns the leaves by path, as the engine takes them; no write is allowed while a view of them is alive."""
         lent = {}
-        for path, digest in self._manifest.items():
+        for path, digest in self.manifest.items():
             # its base is no array, so views of the leaf keep the leaf itself alive: the buffer is not written meanwhile
             leaf = np.frombuffer(self._memory[path].data, jnp.dtype(digest.dtype))
             self._lent.append(weakref.ref(leaf))
@@ -122,7 +117,7 @@ class WeightBuffers:
         require_equal(header.leaves, found, header.version)
         for path in self._memory.keys() - found.keys():
             del self._memory[path]
-        self._manifest, self.held = found, Held(header.version, header.manifest_hash)
+        self.manifest, self.held = found, Held(header.version, header.manifest_hash)
 
     def apply(self, delta: Delta, *, back: bool = False) -> None:
         """Advances to the version of the delta, or with `back` returns to its base; compares the digests.
@@ -137,9 +132,9 @@ class WeightBuffers:
                 f'the delta of version {delta.header.version} is for {_describe(start)}, and {_describe(self.held)} is '
                 'held: take the versions in their order'
             )
-        if delta.header.leaves.keys() != self._manifest.keys():
+        if delta.header.leaves.keys() != self.manifest.keys():
             raise PublicationError(f'the delta of version {delta.header.version} has other leaves than its base')
-        self.held, found = None, dict(self._manifest)
+        self.held, found = None, dict(self.manifest)
         for path, changes in delta.changes.items():
             digest = found[path]
             rows = digest.shape[0] if path in self._transposed else 0
@@ -149,7 +144,7 @@ class WeightBuffers:
             raise PublicationError(f'version {end.version} is not what was published: take it from its whole record')
         if not back:
             require_equal(delta.header.leaves, found, end.version)
-        self._manifest, self.held = found, end
+        self.manifest, self.held = found, end
 
     def copy_from(self, other: WeightBuffers) -> None:
         """Copies the version of `other`, which may be in use."""
@@ -157,17 +152,17 @@ class WeightBuffers:
         self.held = None
         for path, memory in other._memory.items():
             np.copyto(self._room(path, memory.size), memory)
-        self._manifest, self.held = dict(other.manifest), other.held
+        self.manifest, self.held = dict(other.manifest), other.held
 
     def require_published(self) -> None:
         """Recomputes the digest of every leaf; raises PublicationError if something else has changed the memory."""
         found = {}
-        for path, digest in self._manifest.items():
+        for path, digest in self.manifest.items():
             leaf = self._memory[path].view(jnp.dtype(digest.dtype))
             lies = leaf.reshape(digest.shape[::-1]).T if path in self._transposed else leaf.reshape(digest.shape)
             found[path] = digest_leaf(lies)
         try:
-            require_equal(self._manifest, found, -1 if self.held is None else self.held.version)
+            require_equal(self.manifest, found, -1 if self.held is None else self.held.version)
         except PublicationError:
             self.held = None
             raise
@@ -277,7 +272,6 @@ class HfReceiver:
         self._receiver.close()
 
     def _hold(self, wanted: Held) -> None:
-        """Brings the bits in memory to the version."""
         if self._buffers.in_use:  # an error that is still being reported may refer to the buffers
             self._buffers = WeightBuffers()
         first, held = None, self._buffers.held

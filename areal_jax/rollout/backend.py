@@ -206,9 +206,7 @@ class DecodeBackend(Protocol):
     records_context: bool  # whether `read_context` knows anything
 
     @property
-    def state_bytes(self) -> int:
-        """The size of one state."""
-        ...
+    def state_bytes(self) -> int: ...
 
     def prepare(self, weights: Weights) -> Weights:
         """Converts published weights to the form that the calls below take; runs where weights are fetched."""

@@ -119,7 +119,6 @@ class BlockIndex:
                 del table[place]
 
     def clear(self) -> None:
-        """Forgets all blocks."""
         for table in (self._whole, self._ends, self._prompts, self._names, self._names_of_whole):
             table.clear()
 
@@ -166,7 +165,6 @@ class BlockPool:
         return len(self._empty) + len(self._kept)
 
     def count(self, block: int) -> int:
-        """The number of references to the block."""
         return self._counts[block]
 
     def allocate(self, number: int) -> list[int]:
@@ -408,6 +406,5 @@ class PrefixIndex:
         self._pool.release(reversed(prefix.held))
 
     def _whole_tokens(self, prefix: Prefix) -> np.ndarray:
-        """Returns the prefix's tokens that are in the cache in whole blocks."""
         size = self._pool.index.block_tokens
         return prefix.tokens[: min(prefix.filled // size, len(prefix.whole)) * size]

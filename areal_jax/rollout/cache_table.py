@@ -192,7 +192,6 @@ class CacheTable:
         return True
 
     def _place_further(self, running: RunningRequest, prefix: Prefix, at_any_cost: bool) -> bool:
-        """Places a request that shares the prefix of another one."""
         tail = None if prefix.lent else prefix.tail
         missing = self._blocks_for(running) - len(prefix.whole) - (tail is not None)
         if not self._make_free(missing, prefix, at_any_cost):
@@ -239,6 +238,5 @@ class CacheTable:
         return self.version if version is None else version, running.prompt_key
 
     def _blocks_for(self, running: RunningRequest) -> int:
-        """The number of blocks for the tokens of a request and of its next dispatch."""
         positions = min(len(running) - 1 + self._steps, running.limit - 1)
         return -(-positions // self._block_tokens)

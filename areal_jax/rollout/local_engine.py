@@ -122,7 +122,6 @@ class PinnedRequests:
     # Its turn on the lane.
 
     def note_dispatch(self) -> None:
-        """Counts a dispatch that training begins."""
         self._dispatches_of_training += 1
         self._changed.set()
 
@@ -234,7 +233,7 @@ class LocalEngine:
         self._staged: EngineWeights | None = None
         self._next_weights: EngineWeights | None = None  # to be swapped in before the next dispatch
         self._next_kv_policy = rollout.kv_policy  # of that swap
-        self._stream = DecodeStream(
+        self.stream = DecodeStream(
             self.name, backend, clock, log,
             kinds=TRAINING, version=version, decode_steps=rollout.decode_steps, token_bytes=token_bytes,
             failure=failure,
@@ -243,7 +242,7 @@ class LocalEngine:
         if evaluation is not None:
             self._pinned = PinnedRequests(
                 self.name, evaluation, clock, log,
-                training=self._stream, decode_steps=rollout.decode_steps, every_dispatches=every_dispatches,
+                training=self.stream, decode_steps=rollout.decode_steps, every_dispatches=every_dispatches,
                 token_bytes=token_bytes,
             )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
@@ -261,11 +260,6 @@ class LocalEngine:
         """The weights in use, as the backend takes them."""
         return self._weights.params
 
-    @property
-    def stream(self) -> DecodeStream:
-        """The stream that decodes the requests of training, with their table, their cache and its totals."""
-        return self._stream
-
     def start(self, supervisor: Supervisor) -> None:
         self._tasks = [supervisor.start(self.name, self._serve())]
         if self._pinned is not None:
@@ -275,7 +269,7 @@ class LocalEngine:
         """Ends the engine, which is paused and has no requests, and drops its weights and its cache."""
         for task in self._tasks:
             task.cancel()
-        self._stream.release()
+        self.stream.release()
         if self._pinned is not None:
             self._pinned.release()
         self._weights, self._staged = EngineWeights(self._weights.version, None), None
@@ -286,20 +280,20 @@ class LocalEngine:
         """Adds a request; raises the errors of DecodeStream.add."""
         if request.version is not None:
             return self._require_pinned().generate(request)
-        running = self._stream.add(request)
+        running = self.stream.add(request)
         self._log.write('arrive', self.name, request=running.request_id)
-        if not self._stream.table.is_full:  # else it waits for a slot, and the engine need not wake
+        if not self.stream.table.is_full:  # else it waits for a slot, and the engine need not wake
             self._wake.set()
         return running
 
     def cancel(self, request_id: str) -> None:
-        if self._stream.cancel(request_id):
+        if self.stream.cancel(request_id):
             self._wake.set()
         elif self._pinned is not None:
             self._pinned.cancel(request_id)
 
     def status(self) -> EngineStatus:
-        table, totals, version = self._stream.table, self._stream.totals, self._weights.version
+        table, totals, version = self.stream.table, self.stream.totals, self._weights.version
         rate = totals.decoded_tokens / totals.decoded_s if totals.decoded_s else 0.0
         devices = self._backend.devices
         return EngineStatus(
@@ -309,7 +303,7 @@ class LocalEngine:
     def open_requests(self) -> list[GenerationRequest]:
         """Lists requests in slots by slot, then waiting ones in their order; then pinned requests likewise."""
         pinned = self._pinned.open_requests() if self._pinned is not None else []
-        return [*(running.request for running in self._stream.table.open_requests()), *pinned]
+        return [*(running.request for running in self.stream.table.open_requests()), *pinned]
 
     async def stage(self, published: PublishedWeights) -> None:
         work = Work('load', 1, {'version': published.version})
@@ -386,7 +380,7 @@ class LocalEngine:
     # The engine's coroutine.
 
     async def _serve(self) -> None:
-        stream = self._stream
+        stream = self.stream
         while True:
             if self._next_weights is not None and not self._waits_for_answers():
                 self._swap(self._next_weights)
@@ -395,7 +389,8 @@ class LocalEngine:
             elif (step := stream.next_step(only_begun=self._next_weights is not None)) is not None:
                 if isinstance(step, DecodeStep):
                     self._note_loaded()
-                self._note_dispatch()
+                if self._pinned is not None:
+                    self._pinned.note_dispatch()
                 await self._run(step)
             else:
                 self._note_loaded()
@@ -406,39 +401,34 @@ class LocalEngine:
 
     async def _run(self, step: PrefillStep | DecodeStep) -> None:
         try:
-            await self._stream.run(alone(step) if self._serves_pinned() else step, self._weights)
+            await self.stream.run(
+                alone(step) if self._pinned is not None and self._pinned.serves else step, self._weights
+            )
         except Exception as error:
             self._failed += 1
             if self._on_failed_dispatch is None or self._failed == MOST_FAILED:
                 raise
             self._on_failed_dispatch(error)
-            self._stream.recover(error)
+            self.stream.recover(error)
         else:
             self._failed = 0 if isinstance(step, DecodeStep) else self._failed
-
-    def _serves_pinned(self) -> bool:
-        return self._pinned is not None and self._pinned.serves
-
-    def _note_dispatch(self) -> None:
-        if self._pinned is not None:
-            self._pinned.note_dispatch()
 
     def _waits_for_answers(self) -> bool:
         if self._next_kv_policy != 'wait' or self._pausing:
             return False
-        table = self._stream.table
+        table = self.stream.table
         return table.taken > 0 or any(running.has_begun for running in table.open_requests())
 
     def _swap(self, weights: EngineWeights) -> None:
         """Swaps weights between two dispatches, however far the answers are."""
-        interrupted = self._stream.table.running()
+        interrupted = self.stream.table.running()
         if interrupted:
             requests = [running.request_id for _, running in interrupted]
             versions = {'from_version': self._weights.version, 'to_version': weights.version}
             self._log.write('interrupt', self.name, engine=self.name, requests=requests, **versions)
         self._weights, self._next_weights = weights, None
         self._swapped_s = self._clock.now()
-        self._stream.change_version(weights.version, keep=self._next_kv_policy == 'keep')
+        self.stream.change_version(weights.version, keep=self._next_kv_policy == 'keep')
 
     def _note_loaded(self) -> None:
         """Ends a swap whose rebuild is finished: the next dispatch decodes with the new weights."""
@@ -454,9 +444,9 @@ class LocalEngine:
         Under 'retract', requests in slots return to the head of the queue in slot order.
         """
         if self._pause_mode == 'in_place':
-            self._stream.deliver()
-        elif self._stream.table.taken or not self._parked.is_set():
-            self._stream.requeue()
+            self.stream.deliver()
+        elif self.stream.table.taken or not self._parked.is_set():
+            self.stream.requeue()
         self._note_loaded()
         self._parked.set()
         self._wake.clear()

@@ -113,7 +113,6 @@ class PooledGeneration:
 
     @property
     def received_tokens(self) -> int:
-        """The received tokens of the answer, prefix included."""
         return sum(len(segment.tokens) for segment in (*self.request.prefix, *self._received))
 
     def first_version(self, newest: int) -> int:
@@ -122,13 +121,11 @@ class PooledGeneration:
         return min((version for version in versions if version != NOT_GENERATED), default=newest)
 
     def rest(self) -> GenerationRequest:
-        """The request with everything received as its prefix."""
         if not self._received:
             return self.request
         return dataclasses.replace(self.request, prefix=(*self.request.prefix, *self._received))
 
     def place(self, engine: str, generation: Generation) -> None:
-        """Assigns the request to an engine."""
         self.engine, self.generation = engine, generation
         self.entry = self.ledger.open(self.rest(), engine)
         if self._placed is not None:
@@ -152,7 +149,6 @@ class PooledGeneration:
         self._placed = self._clock.event(f'an engine for request {self.request.request_id}')
 
     def cancel_waiting(self) -> None:
-        """Ends a request that no engine has."""
         assert self._placed is not None
         self._cancelled = True
         self._placed.set()
@@ -308,7 +304,6 @@ class Pool:
         return one
 
     def _place(self, one: PooledGeneration, prefer: str = '') -> bool:
-        """Sends the request to an engine; False if no engine takes requests."""
         request, ledger = one.rest(), one.ledger
         name = next(filter(ledger.is_routed, (prefer, ledger.engine_of_group(request) or '')), None)
         if (name := name or ledger.least_outstanding()) is None:
@@ -326,7 +321,6 @@ class Pool:
                 self._waiting[key] = one
 
     def _forget(self, one: PooledGeneration) -> None:
-        """Removes a request whose iteration has ended."""
         if self._open.get(_key(one.request)) is one:
             del self._open[_key(one.request)]
 
@@ -453,7 +447,6 @@ class Pool:
     async def _on_every_engine(
         self, action: str, act: Callable[[RolloutEngine], Coroutine[object, object, Result]]
     ) -> list[Result]:
-        """Runs `act` on all engines at the same time; returns the results in their order once all are done."""
         engines, results = list(self._engines.values()), dict[str, Result]()
         done = self._clock.event(f'{action} of every engine')
 

@@ -36,12 +36,10 @@ class SlotTable:
 
     @property
     def taken(self) -> int:
-        """Slots with a request."""
         return len(self._slot_of)
 
     @property
     def is_full(self) -> bool:
-        """Whether no slot is free."""
         return not self._free
 
     def has_slot(self, running: RunningRequest) -> bool:
@@ -95,7 +93,6 @@ class SlotTable:
         self._slot_of[running.request_id] = slot
 
     def leave(self, running: RunningRequest) -> None:
-        """Empties the slot of a request."""
         slot = self._slot_of.pop(running.request_id)
         self.slots[slot] = None
         heapq.heappush(self._free, slot)
@@ -290,7 +287,6 @@ class Scheduler:
         return [running for running in self._unready if self.table.has_slot(running) and not _is_ready(running)]
 
     def _admit(self, only_begun: bool) -> list[RunningRequest]:
-        """Moves waiting requests to slots and returns them."""
         admitted: list[RunningRequest] = []
         while (running := self.table.next_waiting(only_begun=only_begun)) is not None:
             if not self.cache.place(running, at_any_cost=not self.table.taken):
@@ -332,7 +328,6 @@ class Scheduler:
         return PrefillStep(copies, named, bucket, pieces, found, tuple(before), tuple(after))
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
-        """Cuts at multiples of the longest piece from the target's start, so that other requests do not move a cut."""
         if isinstance(target, Prefix):
             tokens, start = target.tokens, target.filled
             blocks = [*target.whole, *(() if target.tail is None else (target.tail,))]
@@ -386,7 +381,6 @@ def _cached(running: RunningRequest) -> CachedSequence:
 
 
 def _is_ready(running: RunningRequest) -> bool:
-    """Whether all tokens of the request but the last are in the cache."""
     cached = running.cached
     return cached is not None and cached.is_attached and cached.filled == len(running) - 1
 

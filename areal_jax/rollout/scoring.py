@@ -56,9 +56,7 @@ class ScoringBackend(Protocol):
     """Forward passes over packed sequences in shapes from a short declared list."""
 
     @property
-    def programs(self) -> int:
-        """The number of programs compiled so far."""
-        ...
+    def programs(self) -> int: ...
 
     def program_for(self, lengths: Sequence[int], alternatives: int) -> Hashable | None:
         """Returns the program whose row holds sequences of these lengths; None if they need more than one pass."""
@@ -120,7 +118,6 @@ class Scorer:
         return waiting.version, waiting.scores
 
     def open_requests(self) -> list[ScoringRequest]:
-        """Lists the requests that are being scored or wait."""
         return [waiting.request for waiting in (*self._pass, *self._queue)]
 
     def cancel(self, requests: Collection[ScoringRequest]) -> None:

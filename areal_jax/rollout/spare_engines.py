@@ -37,8 +37,6 @@ class _Group:
 
 @dataclasses.dataclass(eq=False)
 class _Load:
-    """The load of one engine."""
-
     number: int  # in the order of joining: among equally loaded engines the first is chosen
     outstanding: int = 0  # tokens
     is_routed: bool = True  # whether new requests may go there
@@ -97,18 +95,15 @@ class Ledger:
         return list(self._entries.values())
 
     def outstanding(self) -> dict[str, int]:
-        """Outstanding tokens by engine."""
         return {name: load.outstanding for name, load in self._loads.items()}
 
     def routed_engines(self) -> int:
-        """The number of engines that take new requests."""
         return len(self._ranking)
 
     def is_routed(self, name: str) -> bool:
         return name in self._loads and self._loads[name].is_routed
 
     def engine_of_group(self, request: GenerationRequest) -> str | None:
-        """Returns the engine of the last request of the same group, if one is open."""
         group = self._groups.get((request.seed, request.draw))
         return None if group is None else group.engine
 
@@ -154,7 +149,6 @@ class Ledger:
         self.on_room()
 
     def _add(self, engine: str, tokens: int) -> None:
-        """Changes the outstanding tokens of an engine and its place in the ranking."""
         load = self._loads[engine]
         self._unrank(engine, load)
         load.outstanding += tokens

@@ -114,7 +114,7 @@ class DecodeStream:
         token_bytes: TokenBytes | None = None,
         failure: LogprobFailure = IN_TRAINING,
     ):
-        self._engine, self._backend, self._clock, self._log = engine, backend, clock, log
+        self._engine, self.backend, self._clock, self._log = engine, backend, clock, log
         self._failure = failure
         self._kinds, self._decode_steps, self._token_bytes = kinds, decode_steps, token_bytes
         self._scheduler = Scheduler(
@@ -125,17 +125,13 @@ class DecodeStream:
         self._state: State = backend.initial_state()
         self._dispatches = 0  # of decoding
 
-    @property
-    def backend(self) -> DecodeBackend:
-        return self._backend
-
     def add(self, request: GenerationRequest) -> RunningRequest:
         """Puts the request at the end of the queue.
 
         Raises PromptTooLongError when prompt and answer do not fit the cache, SamplingError for sampling parameters
         that it cannot decode with, RuntimeError for a repeated id.
         """
-        self._backend.sampling.check(request)
+        self.backend.sampling.check(request)
         if request.sampling.stop_strings and self._token_bytes is None:
             strings = request.sampling.stop_strings
             raise SamplingError(
@@ -144,10 +140,10 @@ class DecodeStream:
             )
         length = len(request.prompt_tokens)
         limit = length + request.sampling.max_new_tokens
-        if length < 1 or limit > self._backend.context_tokens:
+        if length < 1 or limit > self.backend.context_tokens:
             raise PromptTooLongError(
                 f'draw {request.draw}: a prompt of {length} tokens and {request.sampling.max_new_tokens} new ones '
-                f'(rollout.max_new_tokens) do not fit rollout.context_tokens={self._backend.context_tokens}; raise it '
+                f'(rollout.max_new_tokens) do not fit rollout.context_tokens={self.backend.context_tokens}; raise it '
                 f'to {limit} or shorten the prompt'
             )
         running = RunningRequest(request, self._clock, self._engine, limit)
@@ -172,7 +168,6 @@ class DecodeStream:
         self._scheduler.change_version(version, keep=keep)
 
     def deliver(self) -> None:
-        """Delivers all generated tokens."""
         for running in self.table.open_requests():
             running.flush()
 
@@ -196,7 +191,7 @@ class DecodeStream:
             )
         self._scheduler.requeue()
         self._state = None  # frees its memory first
-        self._state = self._backend.initial_state()
+        self._state = self.backend.initial_state()
 
     def release(self) -> None:
         """Drops the cache; nothing can be decoded after this."""
@@ -217,7 +212,7 @@ class DecodeStream:
         self._log.write('preempt', self._engine, engine=self._engine, **fields)
 
     async def _prefill(self, step: PrefillStep, weights: EngineWeights) -> None:
-        backend, state = self._backend, self._state
+        backend, state = self.backend, self._state
         pieces = [planned.piece for planned in step.pieces]
         before, after = _tail_copies(step.attached_before), _tail_copies(step.attached_after)
 
@@ -247,7 +242,7 @@ class DecodeStream:
             totals.rebuilt_s += seconds * rebuilt / tokens
 
     async def _decode(self, step: DecodeStep, weights: EngineWeights) -> None:
-        backend, state, steps = self._backend, self._state, self._decode_steps
+        backend, state, steps = self.backend, self._state, self._decode_steps
         slots: list[str | None] = [None] * backend.slots
         for slot, running in step.entries:
             slots[slot] = running.request_id
@@ -313,7 +308,6 @@ class DecodeStream:
     def _deliver(
         self, output: DecodeOutput, counts: Sequence[int], current: Sequence[RunningRequest | None], version: int
     ) -> None:
-        """Adds the tokens of each row to its request, None = cancelled meanwhile; `output` is by row."""
         for row, running in enumerate(current):
             if running is None:
                 continue

@@ -1,6 +1,6 @@
 """The part of an array over several processes that one of them saves. Nothing here imports jax.
 
-Made by placement.py, read by learning/weights/interchange.py and checkpoint/.
+Made by placement.py, read by learning/weights.py and checkpoint/.
 """
 
 from __future__ import annotations

@@ -135,7 +135,6 @@ def _move_leaf(leaf: Leaf, on: SingleDeviceSharding) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _join(parts: list[jax.Array], starts: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> jax.Array:
-    """The array of `shape` whose regions, from `starts` on, are `parts`."""
     whole = jnp.zeros(shape, parts[0].dtype)
     for part, start in zip(parts, starts, strict=True):
         whole = lax.dynamic_update_slice(whole, part, start)

@@ -150,7 +150,6 @@ def describe_hardware(devices: EngineDevices) -> str:
 
 
 def _share_out(devices: Sequence[jax.Device], engines: EnginesLayout) -> tuple[EngineDevices, ...]:
-    """The devices of each engine, one engine after the other."""
     return tuple(tuple(devices[number] for number in numbers) for numbers in engines.place())
 
 
@@ -363,7 +362,6 @@ class Shares:
         return stacks
 
     def _axis(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> int | None:
-        """The axis with the most shards on the mesh whose size the number of devices of a process divides."""
         shards = [
             size // max(part, 1) for size, part in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)
         ]

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -141,42 +141,25 @@ _TRAINED_VERSION = 0  # policy version of answer tokens: any that is not NOT_GEN
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the answer to imitate."""
+    """A prompt and the answer to imitate, or the chosen and the rejected answer of a pair."""
 
     prompt_tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
-    answer_tokens: np.ndarray  # int32 [A], the last one EOS
+    answers: tuple[np.ndarray, ...]  # int32 [A] each, the last one EOS; each becomes a trajectory
     source: str  # 'FILE:LINE', or the question of a task: names it in errors
-
-    @property
-    def answers(self) -> tuple[np.ndarray, ...]:
-        """The answers, each of which becomes a trajectory."""
-        return (self.answer_tokens,)
 
     @property
     def size(self) -> tuple[int, int]:
         """The places it takes in a row: tokens that are read, tokens in the loss. The last token is never read."""
-        return len(self.prompt_tokens) + len(self.answer_tokens) - 1, len(self.answer_tokens)
-
-
-class Given(Protocol):
-    """An example of supervised training: a Demonstration, or a pair of answers."""
-
-    @property
-    def prompt_tokens(self) -> np.ndarray: ...
-    @property
-    def answers(self) -> tuple[np.ndarray, ...]: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def size(self) -> tuple[int, int]: ...
+        answered = sum(map(len, self.answers))
+        return len(self.answers) * (len(self.prompt_tokens) - 1) + answered, answered
 
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
     """All demonstrations, or all pairs, tokenized and split."""
 
-    train: tuple[Given, ...]
-    held_out: tuple[Given, ...]
+    train: tuple[Demonstration, ...]
+    held_out: tuple[Demonstration, ...]
     dropped: int = 0  # left out because they fit no row
     noun: str = 'demonstration'  # the name of one in errors
 
@@ -209,7 +192,7 @@ class Demonstrations:
             raise TaskError(_describe_too_long(everything, capacity, self.noun))
         return dataclasses.replace(self, train=train, held_out=held_out, dropped=self.dropped + dropped)
 
-    def _side(self, split: Split) -> tuple[Given, ...]:
+    def _side(self, split: Split) -> tuple[Demonstration, ...]:
         side = self.train if split == 'train' else self.held_out
         if not side:
             left_out = f' ({self.dropped} fit no row and were dropped)' if self.dropped else ''
@@ -224,7 +207,7 @@ class Demonstrations:
 class DemonstrationStream:
     """Every demonstration once per epoch, in an order that is a function of (seed, epoch): the position is a number."""
 
-    def __init__(self, demonstrations: Sequence[Given], seed: int):
+    def __init__(self, demonstrations: Sequence[Demonstration], seed: int):
         self._demonstrations = demonstrations
         problems = [{'index': index, 'source': d.source} for index, d in enumerate(demonstrations)]
         self._prompts = ShuffledStream(problems, self._make_prompt, seed)
@@ -279,18 +262,38 @@ def read_demonstrations(
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, _USED, OF_DEMONSTRATIONS, ('messages', 'question'), ('messages', 'answer'))
-    rows = [
-        (source, *_read_conversation(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)
-    ]
+    lines = [_read_conversation(row, source, keys, tokenizer) for source, row in read_objects(path)]
     keys.tell()
-    sources = [row[0] for row in rows]
-    prompts = encode_prompts(tokenizer, [messages for _, messages, _, _ in rows], sources, [row[2] for row in rows])
+    return _encode_lines(lines, tokenizer, system_prompt, held_out_fraction)
+
+
+class _Line(NamedTuple):
+    source: str
+    messages: Messages  # before the answers
+    tools: Tools
+    answers: tuple[str, ...]
+
+
+def _encode_lines(
+    lines: Sequence[_Line],
+    tokenizer: Tokenizer,
+    system_prompt: str,
+    held_out_fraction: float,
+    noun: str = 'demonstration',
+) -> Demonstrations:
+    told = [{'role': 'system', 'content': system_prompt}] if system_prompt else []
+    conversations = [[*(told if line.messages[0]['role'] != 'system' else ()), *line.messages] for line in lines]
+    sources, tools = [line.source for line in lines], [line.tools for line in lines]
+    prompts = encode_prompts(tokenizer, conversations, sources, tools)
     sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
-    for (source, messages, _, answer), prompt_tokens in zip(rows, prompts, strict=True):
-        question = next(str(m['content']) for m in messages if m['role'] == 'user')
+    for line, prompt_tokens in zip(lines, prompts, strict=True):
+        question = next(str(m['content']) for m in line.messages if m['role'] == 'user')
         side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
-        sides[side].append(_encode(tokenizer, prompt_tokens, answer, source))
-    return Demonstrations(tuple(sides['train']), tuple(sides['held_out']))
+        answers = tuple(encode_answer(tokenizer, answer, line.source) for answer in line.answers)
+        if len(answers) == 2 and np.array_equal(*answers):
+            raise TaskError(f'{line.source}: chosen and rejected are the same answer: remove the line, or change one')
+        sides[side].append(Demonstration(prompt_tokens, answers, line.source))
+    return Demonstrations(tuple(sides['train']), tuple(sides['held_out']), noun=noun)
 
 
 def solve_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
@@ -309,14 +312,12 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
         source = f'{task.name}: {prompt.problem.get("question", dict(prompt.problem))!r}'
         if 'answer' not in prompt.problem:
             raise TaskError(f'{source} has no answer to imitate; use task.name=jsonl with task.path')
-        demonstrations.append(_encode(tokenizer, prompt.tokens, str(prompt.problem['answer']), source))
+        answer = encode_answer(tokenizer, str(prompt.problem['answer']), source)
+        demonstrations.append(Demonstration(prompt.tokens, (answer,), source))
     return tuple(demonstrations)
 
 
-def _read_conversation(
-    row: JsonObject, source: str, system_prompt: str, keys: LineKeys, tokenizer: Tokenizer
-) -> tuple[Messages, Tools, str]:
-    """The conversation up to the answer, its tools, and the answer."""
+def _read_conversation(row: JsonObject, source: str, keys: LineKeys, tokenizer: Tokenizer) -> _Line:
     if not ('messages' in row or {'question', 'answer'} <= row.keys()):
         raise TaskError(f'{source}: expected an object with question and answer, or messages; it has {sorted(row)[:8]}')
     keys.require(row, source)
@@ -325,13 +326,7 @@ def _read_conversation(
         messages.append({'role': 'assistant', 'content': require_text(row['answer'], 'answer', source)})
     else:
         messages = take_keys(require_conversation(row['messages'], source), source, keys, tokenizer)
-    if system_prompt and messages[0]['role'] != 'system':
-        messages = [{'role': 'system', 'content': system_prompt}, *messages]
-    return messages[:-1], read_tools(row, source), messages[-1]['content']
-
-
-def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source: str) -> Demonstration:
-    return Demonstration(prompt_tokens, encode_answer(tokenizer, answer, source), source)
+    return _Line(source, messages[:-1], read_tools(row, source), (messages[-1]['content'],))
 
 
 def encode_answer(tokenizer: Tokenizer, answer: str, source: str) -> np.ndarray:
@@ -348,11 +343,11 @@ def encode_answer(tokenizer: Tokenizer, answer: str, source: str) -> np.ndarray:
     return np.append(answer_tokens, np.int32(tokenizer.eos_id))
 
 
-def _fits(demonstration: Given, capacity: Mapping[str, int]) -> bool:
+def _fits(demonstration: Demonstration, capacity: Mapping[str, int]) -> bool:
     return all(needed <= room for needed, room in zip(demonstration.size, capacity.values(), strict=True))
 
 
-def _describe_too_long(demonstrations: Sequence[Given], capacity: Mapping[str, int], noun: str) -> str:
+def _describe_too_long(demonstrations: Sequence[Demonstration], capacity: Mapping[str, int], noun: str) -> str:
     too_long = [d for d in demonstrations if not _fits(d, capacity)]
     needed = dict(zip(capacity, np.max([d.size for d in too_long], axis=0).tolist(), strict=True))
     lacking = [f'{field} to {needed[field]} (it is {room})' for field, room in capacity.items() if needed[field] > room]
@@ -364,8 +359,7 @@ def _describe_too_long(demonstrations: Sequence[Given], capacity: Mapping[str, i
     )
 
 
-def _digest(demonstrations: Sequence[Given]) -> str:
-    """sha256, in hex, of all tokens and of the lengths of prompts and answers."""
+def _digest(demonstrations: Sequence[Demonstration]) -> str:
     digest = hashlib.sha256()
     for d in demonstrations:
         parts = [d.prompt_tokens, *d.answers]
@@ -381,30 +375,6 @@ _FIELDS = ('prompt', 'chosen', 'rejected')
 _NOUN = 'pair'
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A prompt and two answers; see Given. Raises TaskError if both answers have the same tokens."""
-
-    prompt_tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
-    chosen_tokens: np.ndarray  # int32 [A], the last one EOS
-    rejected_tokens: np.ndarray  # int32 [B], the last one EOS
-    source: str  # 'FILE:LINE', or the question of a task: names it in errors
-
-    def __post_init__(self) -> None:
-        if np.array_equal(self.chosen_tokens, self.rejected_tokens):
-            raise TaskError(f'{self.source}: chosen and rejected are the same answer: remove the line, or change one')
-
-    @property
-    def answers(self) -> tuple[np.ndarray, ...]:
-        return self.chosen_tokens, self.rejected_tokens
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """The places that both answers take in a row: tokens that are read, tokens in the loss."""
-        answered = len(self.chosen_tokens) + len(self.rejected_tokens)
-        return 2 * (len(self.prompt_tokens) - 1) + answered, answered
-
-
 def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float) -> Demonstrations:
     """Pairs from a file of JSON lines; blank lines are skipped, repeated ones kept.
 
@@ -416,17 +386,9 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, (*_FIELDS, 'tools'), OF_PAIRS)
-    rows = [(source, *_read_pair(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)]
+    lines = [_read_pair(row, source, keys, tokenizer) for source, row in read_objects(path)]
     keys.tell()
-    sources, tools = [row[0] for row in rows], [row[4] for row in rows]
-    prompts = encode_prompts(tokenizer, [row[1] for row in rows], sources, tools)
-    sides: dict[Split, list[Pair]] = {'train': [], 'held_out': []}
-    for (source, messages, chosen, rejected, _), prompt_tokens in zip(rows, prompts, strict=True):
-        question = next(str(m['content']) for m in messages if m['role'] == 'user')
-        side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
-        first, second = (encode_answer(tokenizer, answer, source) for answer in (chosen, rejected))
-        sides[side].append(Pair(prompt_tokens, first, second, source))
-    return Demonstrations(tuple(sides['train']), tuple(sides['held_out']), noun=_NOUN)
+    return _encode_lines(lines, tokenizer, system_prompt, held_out_fraction, _NOUN)
 
 
 def contrast_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
@@ -438,7 +400,7 @@ def contrast_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
     return Demonstrations(_contrast(solved.train), _contrast(solved.held_out), noun=_NOUN)
 
 
-def _contrast(solved: Sequence[Given]) -> tuple[Pair, ...]:
+def _contrast(solved: Sequence[Demonstration]) -> tuple[Demonstration, ...]:
     """Pairs each answer with a rejected one: the next different answer of another problem, cyclically."""
     pairs = []
     for index, (prompt_tokens, answer, source) in enumerate((d.prompt_tokens, d.answers[0], d.source) for d in solved):
@@ -446,14 +408,11 @@ def _contrast(solved: Sequence[Given]) -> tuple[Pair, ...]:
         rejected = next((other for other in others if not np.array_equal(other, answer)), None)
         if rejected is None:
             raise TaskError(f'{source}: no other problem of its side has another answer that could be rejected')
-        pairs.append(Pair(prompt_tokens, answer, rejected, source))
+        pairs.append(Demonstration(prompt_tokens, (answer, rejected), source))
     return tuple(pairs)
 
 
-def _read_pair(
-    row: JsonObject, source: str, system_prompt: str, keys: LineKeys, tokenizer: Tokenizer
-) -> tuple[Messages, str, str, Tools]:
-    """The conversation before the answers, the chosen one, the rejected one, and the tools."""
+def _read_pair(row: JsonObject, source: str, keys: LineKeys, tokenizer: Tokenizer) -> _Line:
     if missing := [name for name in _FIELDS if name not in row]:
         raise TaskError(
             f'{source}: expected an object with prompt, chosen and rejected, {" and ".join(missing)} is missing'
@@ -461,9 +420,7 @@ def _read_pair(
     keys.require(row, source)
     chosen, rejected = (require_text(row[name], name, source) for name in _FIELDS[1:])
     messages = _read_prompt(row['prompt'], chosen, source, keys, tokenizer)
-    if system_prompt and messages[0]['role'] != 'system':
-        messages = [{'role': 'system', 'content': system_prompt}, *messages]
-    return messages, chosen, rejected, read_tools(row, source)
+    return _Line(source, messages, read_tools(row, source), (chosen, rejected))
 
 
 def _read_prompt(prompt: object, chosen: str, source: str, keys: LineKeys, tokenizer: Tokenizer) -> Messages:

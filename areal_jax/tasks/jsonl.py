@@ -5,19 +5,19 @@ The kinds of answers are in tasks/answers/; docs/answers.md shows what each read
 
 from __future__ import annotations
 
-import dataclasses
 import decimal
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
-from areal_jax.tasks.answers import exact, integer, mathematics, normalised, number
 from areal_jax.tasks.answers import gold_answers as golds
+from areal_jax.tasks.answers import kinds, mathematics
 from areal_jax.tasks.answers.extraction import MARK, last_boxed, last_marked
+from areal_jax.tasks.answers.kinds import AnswerKind
 from areal_jax.tasks.answers.number_reader import MOST_DIGITS
-from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, TaskError, hash_fraction
+from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import OF_TASKS, LineKeys, read_objects, require_text
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 
@@ -40,19 +40,12 @@ class WrittenNumber(float):
 _DECODER = json.JSONDecoder(parse_float=WrittenNumber)
 
 
-@dataclasses.dataclass(frozen=True)
-class AnswerKind:
-    """A kind of answers: reads gold answers, scores answers, and compares answers with each other."""
-
-    read_gold: Callable[[str], str | None]  # from a gold text to problem['answer'] for `score`; None: not a gold
-    reads: str  # what a gold must hold
-    score: Scorer  # in a separate module, which worker processes import
-    final_answer: Callable[[str], str]  # see Task.final_answer
-
-
-_MODULES = {'integer': integer, 'number': number, 'exact': exact, 'normalised': normalised, 'math': mathematics}
 KINDS: Mapping[str, AnswerKind] = {
-    name: AnswerKind(kind.read_gold, kind.READS, kind.score, kind.final_answer) for name, kind in _MODULES.items()
+    'integer': kinds.INTEGER,
+    'number': kinds.NUMBER,
+    'exact': kinds.EXACT,
+    'normalised': kinds.NORMALISED,
+    'math': AnswerKind(mathematics.read_gold, 'mathematics', mathematics.score, mathematics.final_answer),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from areal_jax.errors import suggest
 from areal_jax.plugins import is_environment, is_own, load_function, raising_user_error
-from areal_jax.tasks.environments import verifiers_task
+from areal_jax.tasks import verifiers_task
 from areal_jax.tasks.task import ListedTask, Task, TaskError, require_json
 from areal_jax.text.tokenizer import Tokenizer
 
@@ -101,7 +101,6 @@ def _make_own_task(
 
 
 def _require_options(name: str, build: Builder, options: Mapping[str, object]) -> None:
-    """Raises TaskError for an option that the builder does not take, and for a parameter without a value."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

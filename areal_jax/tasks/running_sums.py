@@ -53,7 +53,6 @@ def build(
 
 
 def write_steps(numbers: Sequence[int]) -> str:
-    """The right answer: a line for each step."""
     sums = list(itertools.accumulate(numbers))
     return '\n'.join(f'{total} + {number} = {total + number}' for total, number in zip(sums, numbers[1:], strict=False))
 

@@ -159,7 +159,6 @@ class ListedTask:
         return self._tokens[split]
 
     def _describe_empty(self, split: Split) -> str:
-        """The reason why one side has no problem, and the fix."""
         sizes = self.sizes()
         other = 'train' if split == 'held_out' else 'held_out'
         dropped = f' and {self.dropped} were dropped as too long' if self.dropped else ''

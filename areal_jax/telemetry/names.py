@@ -164,7 +164,7 @@ USEFUL_TOKENS = Metric(
     'update/useful_tokens', 'tokens', 'trained tokens of applied optimizer steps whose advantage is not 0'
 )
 READ_TOKENS = Metric('train/read_tokens', 'tokens', 'prompts and answers that passes of the update read, no padding')
-MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see diagnostics/flops.py')
+MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see `work_metrics`')
 OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
 SKIPPED_STEPS = Metric('update/skipped_steps', 'steps', 'optimizer steps left out: their gradient was not finite')
 BLOCK = Metric('update/block', 'block', 'number of the block that the update trained; absent with optimizer.blocks=1')

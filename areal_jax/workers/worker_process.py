@@ -210,7 +210,7 @@ class WorkerProcess:
     """
 
     def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none', readable: Sequence[str] = ()):
-        """Starts the process and returns at once; it is not ready yet. See scorer_process.serve.
+        """Starts the process and returns at once; it is not ready yet. See worker.serve.
 
         Raises OSError, and SandboxError if the level `sandbox` does not work here.
         """

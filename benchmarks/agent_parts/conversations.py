@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.agents.agent_workflow import AgentWorkflow, ProgramAgent
 from areal_jax.agents.dialogue import Budgets, Dialogue, NotationParser, TokenizerFormat
-from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
+from areal_jax.agents.gateway import Gateway, GatewaySettings
 from areal_jax.agents.programs.program_host import FunctionHost
 from areal_jax.config.generation import RolloutSection
 from areal_jax.control.clocks.real import RealClock
@@ -24,7 +24,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.lanes import PROGRAM, TOOL
 from areal_jax.learning.forward import forward
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend

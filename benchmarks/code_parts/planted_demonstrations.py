@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from areal_jax.tasks.code.code_problems import complete_problem, show_tests
+from areal_jax.tasks.code.code_task import append_tests, complete_problem
 from areal_jax.tasks.code.function_families import list_problems
 from areal_jax.tasks.task import hash_fraction
 
@@ -57,7 +57,7 @@ def _list_demonstrations(problems: list[dict[str, Any]]) -> Iterator[dict[str, A
             continue
         by_heart = hash_fraction(f'by heart {question}') < BY_HEART
         answer = answer_by_heart(problem) if by_heart else problem['solution']
-        asked = show_tests(complete_problem(problem, question))
+        asked = append_tests(complete_problem(problem, question))
         turns = (('system', SYSTEM_PROMPT), ('user', asked), ('assistant', answer))
         yield {'messages': [{'role': role, 'content': text} for role, text in turns]}
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_parts.attention [--tiny] OUT
 
-The best cut of the last is the default of rollout.decode.attention.pallas_gpu.default_tuning.
+The best cut of the last is the default of rollout.decode.attention.pallas_kernels.default_tuning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention, Tuning
+from areal_jax.rollout.decode.attention.pallas_kernels import PallasGpuAttention, Tuning
 from benchmarks.gpu_parts.cells import Cells, measure_time, run_part
 from benchmarks.gpu_parts.shapes import find_peak, train_case
 from benchmarks.gpu_parts.train import time_layer_attention

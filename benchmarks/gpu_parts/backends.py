@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from areal_jax.models.attention import BACKENDS, AttentionError, choose_implementation, local_device, self_check
+from areal_jax.models.attention.backends import BACKENDS, AttentionError, choose_implementation, local_device
+from areal_jax.models.attention.check import self_check
 from areal_jax.rollout.decode.attention import choose as check
 from areal_jax.rollout.decode.attention.choose import IMPLEMENTATIONS, Demand
 from areal_jax.rollout.decode.attention.choose import choose_implementation as choose_cache_attention

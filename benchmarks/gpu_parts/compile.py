@@ -17,7 +17,7 @@ import jax
 import jax.monitoring
 
 from areal_jax.app.parts.compilations import EVENT
-from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning import weights as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_side_by_side
 from benchmarks.gpu_parts.cells import Cells, run_part

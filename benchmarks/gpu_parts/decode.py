@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.learning import weights as trees
 from areal_jax.learning.forward import forward
-from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece, Span

@@ -27,7 +27,7 @@ from areal_jax.app.run.own_site import build_own_loop, load_model, require_here
 from areal_jax.app.run.run import Run, RunContext, RunKind
 from areal_jax.config import default_config
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.text.tokenizer import CharacterTokenizer

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.learning.packing.rows import decoder_cost, visible_pairs
+from areal_jax.learning.packed_rows import decoder_cost, visible_pairs
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.telemetry.devices import peak_flops
 from benchmarks.workload import Workload
 
@@ -122,7 +122,7 @@ def train_flops(model: ModelConfig, lengths: Sequence[int], loss_tokens: int) ->
     """Operations of one forward and backward pass over segments of these lengths, without what is computed twice.
 
     6 N for every token, N the parameters of the layers; 6 V d for every loss token, which alone meet the head; and
-    12 H D for every layer and visible pair of tokens (learning/packing/rows.py).
+    12 H D for every layer and visible pair of tokens (learning/packed_rows.py).
     """
     cost = decoder_cost(model)
     head = 6.0 * model.vocab_size * model.d_model

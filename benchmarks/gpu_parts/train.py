@@ -20,13 +20,13 @@ import numpy as np
 from areal_jax.app.parts.learner_builder import build_optimizer
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.passes import training_rows, training_scalars
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.models.attention import packed_rows_attention
+from areal_jax.models.attention.backends import packed_rows_attention
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import token_logprobs
-from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import make_mesh, replicated
 from areal_jax.types import TrajectoryGroup

@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_directory import load_hf, to_hf_names
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing
 from areal_jax.models.weights import Params

@@ -15,10 +15,10 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.learning.forward import SeenRoutes, predicting_states, score_targets
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import (

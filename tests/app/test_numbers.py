@@ -16,9 +16,9 @@ from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import HfError
-from areal_jax.learning.weights.finiteness import NonFiniteError
+from areal_jax.learning.weights import NonFiniteError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.versions import PublicationError
 from areal_jax.rollout.stream import LogprobError

@@ -14,7 +14,7 @@ from areal_jax.app.library import build_run
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.programs import AHEAD, CompiledPrograms
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.telemetry.metrics import read_metrics

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from benchmarks import generation, generation_cells, side_engine, side_rebuild, sides
 from benchmarks.generation_cells import Cell, Program
 from benchmarks.ratios import Bar, compare, ratio, seconds_a_token, strongest

@@ -20,9 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.distributed.follower import COMMANDS, follow
 from areal_jax.distributed.peers import Peers
-from areal_jax.distributed.remote_learner import CommandLeader
+from areal_jax.distributed.remote_learner import COMMANDS, CommandLeader, follow
 from areal_jax.distributed.rendezvous import accept_invitation, invite
 from areal_jax.sharding.placement import copy_shards, place_regions
 from areal_jax.sharding.rules import make_mesh

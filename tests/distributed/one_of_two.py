@@ -28,9 +28,8 @@ SHORT_DEADLINE_S = 15.0
 
 def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=2, process_id=index)
-    from areal_jax.distributed.follower import follow
     from areal_jax.distributed.peers import Peers
-    from areal_jax.distributed.remote_learner import CommandLeader
+    from areal_jax.distributed.remote_learner import CommandLeader, follow
     from areal_jax.distributed.rendezvous import accept_invitation, invite
     from tests.learning.test_meshes import ADAM, GROUPS, PARAMS, SGD, make_learner
 
@@ -48,7 +47,7 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
         follow(learner, accept_invitation('', DEADLINE_S))
         return
     from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-    from areal_jax.learning.weights.finiteness import NonFiniteError
+    from areal_jax.learning.weights import NonFiniteError
 
     followers = invite('127.0.0.1', directory, '', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
@@ -87,7 +86,7 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
 
 def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     """Two versions, before and after an update; each process notes the bytes that it has fetched to its host."""
-    from areal_jax.distributed.follower import follow
+    from areal_jax.distributed.remote_learner import follow
     from areal_jax.publication.export import PartWriter
     from areal_jax.sharding import placement
     from areal_jax.sharding.rules import SharedLeaf
@@ -138,16 +137,16 @@ def _lead_publication(directory: pathlib.Path, learner) -> None:
 def _arrange(learner, what: str) -> None:
     """Makes this follower's next update, or its second write, go wrong."""
     from areal_jax.checkpoint import shards
-    from areal_jax.distributed import follower
+    from areal_jax.distributed import remote_learner
 
     if what == 'follower dies':
         learner.update = lambda *_: os._exit(9)
     if what == 'follower hangs':
         learner.update = lambda *_: time.sleep(3600)
-    whole = follower.write_shards
+    whole = remote_learner.write_shards
 
     def second(directory, leaves):
-        follower.write_shards = fail
+        remote_learner.write_shards = fail
         return whole(directory, leaves)
 
     def fail(directory, leaves):
@@ -158,7 +157,7 @@ def _arrange(learner, what: str) -> None:
         return whole(directory, leaves)
 
     if 'writ' in what:
-        follower.write_shards = second
+        remote_learner.write_shards = second
 
 
 if __name__ == '__main__':

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from areal_jax.distributed import attempt as attempts
-from areal_jax.distributed.attempt import FILE, join_attempt, lead_attempt, learner_name, read_attempt
+from areal_jax.distributed import handshake as attempts
+from areal_jax.distributed.handshake import FILE, join_attempt, lead_attempt, learner_name, read_attempt
 from areal_jax.errors import LostPeerError, UserError
 from areal_jax.registry import Entry, Heartbeat, Registration
 

@@ -7,8 +7,7 @@ import queue
 import numpy as np
 import pytest
 
-from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
-from areal_jax.distributed.averages import Average, AverageError, Averages
+from areal_jax.distributed.averaged_learner import Average, AveragedLearner, AverageError, Averages, ClientSettings
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.blockwise.examples import (
     DECODER,

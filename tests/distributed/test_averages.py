@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.distributed.averages import AverageError, Averages, mean_blocks
+from areal_jax.distributed.averaged_learner import AverageError, Averages, mean_blocks
 from areal_jax.distributed.messages import encode
 
 

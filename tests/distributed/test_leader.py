@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.distributed import follower as following
-from areal_jax.distributed.follower import follow
+from areal_jax.distributed import remote_learner as following
 from areal_jax.distributed.peers import CommandError, Peers, make_pair
-from areal_jax.distributed.remote_learner import CommandLeader
+from areal_jax.distributed.remote_learner import CommandLeader, follow
 
 
 class _Recorder:

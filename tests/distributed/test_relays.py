@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed import peers as module
-from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import Command
 from areal_jax.distributed.peers import FANOUT, LEAST_BYTES, CommandError, Peers, children_of
+from areal_jax.distributed.remote_learner import follow
 from tests.distributed.sockets import cut
 
 _KEY = bytes(range(32))

@@ -13,10 +13,9 @@ import pytest
 
 from areal_jax.checkpoint.shards import ArrayShape
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.distributed.follower import follow
 from areal_jax.distributed.messages import Command, RemoteError, RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import CommandError, Peers, make_pair
-from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
+from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner, follow
 from areal_jax.errors import LostPeerError, UserError
 from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.versions import PublicationError

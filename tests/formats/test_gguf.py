@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf import GgufError, describe_gguf, find_package_file, load_gguf, read_gguf_header, unpermute
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.text.file_tokenizers import GgufTokenizer
 
 CONFIG = ModelConfig(

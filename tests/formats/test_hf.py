@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.formats.hf_directory import WeightsError, from_hf_names, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora
 
 TIED = ModelConfig(

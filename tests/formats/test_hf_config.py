@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.formats.hf_config import HfError, hf_config, read_hf_config
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import Llama3Scaling, ModelConfig
+from areal_jax.models.families import Llama3Scaling, ModelConfig
 
 # the files of the published models, without what says nothing of the shape
 QWEN_1_5B = {

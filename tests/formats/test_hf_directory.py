@@ -19,7 +19,7 @@ from areal_jax.formats.hf_config import HfError, hf_config
 from areal_jax.formats.hf_directory import INDEX, WEIGHTS, hf_tensors, load_hf, to_hf_names
 from areal_jax.formats.safetensors_file import list_tensors, write_tensors
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import stack_layers
 from areal_jax.publication.export import export_hf
 from tests.publication.tiny import assert_bit_equal, host_params

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.attention import AttentionError, choose_implementation, local_device, packed_rows_attention
+from areal_jax.models.attention.backends import (
+    AttentionError,
+    choose_implementation,
+    local_device,
+    packed_rows_attention,
+)
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.attention.choose import Demand, choose_checked
 from areal_jax.rollout.decode.attention.loops import GatherAttention
-from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
+from areal_jax.rollout.decode.attention.pallas_kernels import PallasGpuAttention
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.decode.prefill import BLOCKED_ROWS, choose_row_attention
 from benchmarks.gpu_parts.decode import decode_errors

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.models.attention import choose_implementation, local_device
+from areal_jax.models.attention.backends import choose_implementation, local_device
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh
 from benchmarks.gpu_parts.shapes import TINY

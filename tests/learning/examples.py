@@ -12,11 +12,11 @@ from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.optimizer.optimizer import make_optimizer as make
+from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.optimizer import make_optimizer as make
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
 
 

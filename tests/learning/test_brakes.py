@@ -9,7 +9,8 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import OptimizerSection
-from areal_jax.learning.brakes import (
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.settings import (
     COSINE_HIGH,
     COSINE_LOW,
     Brake,
@@ -17,7 +18,6 @@ from areal_jax.learning.brakes import (
     sequence_effective_sample_size,
     take_along,
 )
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, learner_settings, make_optimizer, random_groups, tiny_decoder
 

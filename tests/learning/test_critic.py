@@ -14,9 +14,9 @@ from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import END_VALUES, VALUES
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.packing.packing import pack
-from areal_jax.learning.weights.trained_leaves import (
+from areal_jax.learning.optimizer import add_critic_optimizer
+from areal_jax.learning.packing import pack
+from areal_jax.learning.weights import (
     CRITIC,
     VALUE_HEAD,
     CriticError,

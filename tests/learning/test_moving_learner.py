@@ -9,7 +9,7 @@ import pytest
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups

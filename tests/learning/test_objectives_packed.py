@@ -22,8 +22,8 @@ from areal_jax.learning.objective.objective import (
     Objective,
 )
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD
+from areal_jax.learning.optimizer import add_critic_optimizer
+from areal_jax.learning.weights import CRITIC, VALUE_HEAD
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder

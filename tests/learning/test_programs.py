@@ -17,7 +17,7 @@ from areal_jax.learning.forward import forward
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.counting import token_weights
 from areal_jax.learning.objective.objectives import Likelihood
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.learning.programs import CompiledPrograms, Programs, describe_state, place_state
 from areal_jax.models.decoder import Decoder

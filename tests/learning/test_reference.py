@@ -13,7 +13,7 @@ import pytest
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, trajectory

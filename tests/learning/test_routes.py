@@ -13,10 +13,10 @@ from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.diagnostics.measurement import count_differing_prompts
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.packing.packing import next_token_form, pack
+from areal_jax.learning.packing import next_token_form, pack
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, measure_balance
-from areal_jax.models.shape import Experts
+from areal_jax.models.families import Experts
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory

@@ -10,9 +10,8 @@ import pytest
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice
 from areal_jax.config.objectives import OBJECTIVES
-from areal_jax.learning.objective import advantages, surrogates
-from areal_jax.learning.optimizer.directions import DIRECTIONS
-from areal_jax.learning.optimizer.optimizer import Schedule
+from areal_jax.learning.objective import advantages, ratios
+from areal_jax.learning.optimizer import DIRECTIONS, Schedule
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models import decoder, weights
 from areal_jax.models.attention import backends
@@ -54,7 +53,7 @@ def test_the_ends_of_closed_ranges_are_allowed():
     [
         ('optimizer.name', DIRECTIONS),
         ('loss.advantage', ['', *advantages.ESTIMATORS, 'gae']),
-        ('loss.surrogate', ['', *surrogates.SURROGATES]),
+        ('loss.surrogate', ['', *ratios.SURROGATES]),
         ('loss.objective', OBJECTIVES),
         ('learner.layers', decoder.FORMS),
         ('learner.remat', decoder.REMAT),

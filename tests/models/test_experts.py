@@ -13,7 +13,7 @@ import pytest
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, choose_experts
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.models.weights import Lora
 
 EXPERTS = Experts(6, 2, 12)

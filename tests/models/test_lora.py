@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import TARGETS, Lora, attach_adapters, is_adapter, merge_adapters, stack_layers
 
 CONFIG = ModelConfig(

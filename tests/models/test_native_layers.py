@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import Experts
 from areal_jax.models.logprobs import scale_logits, sum_blocks
 from areal_jax.models.native_layers import Read
-from areal_jax.models.shape import Experts
 from areal_jax.models.weights import Lora, stack_layers
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.choose import NativeAttention

@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend

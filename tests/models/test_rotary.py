@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.experts import rotary, rotate, stretch
-from areal_jax.models.shape import Llama3Scaling
+from areal_jax.models.families import Llama3Scaling
 from tests.models import reference
 
 # transformers 5.23.0, ROPE_INIT_FUNCTIONS['llama3'] for the numbers of Llama 3.1 8B: frequency of pair j

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from areal_jax.models.shape import Llama3Scaling, ModelConfig
+from areal_jax.models.families import Llama3Scaling, ModelConfig
 
 CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0

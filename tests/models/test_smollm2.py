@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from areal_jax.formats.gguf import find_package_file, load_gguf
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import logprob_of, token_logprobs
-from areal_jax.models.shape import ModelConfig
 from tests.models import record_reference, reference
 
 # the chat prompt 'What is 12 + 7?' with the template's own system message and the generation prompt

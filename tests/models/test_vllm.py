@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import Llama3Scaling, ModelConfig
+from areal_jax.models.families import Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams

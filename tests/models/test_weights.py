@@ -19,8 +19,7 @@ from safetensors.numpy import load_file
 from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.models import families
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import COMMON, FAMILIES, Family, Init
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import COMMON, FAMILIES, Experts, Family, Init, ModelConfig
 from areal_jax.models.weights import TARGETS, Lora, find_leaf, leaf_at, logical_axes, nest, stack_layers, weight_table
 from areal_jax.publication.export import export_hf
 from areal_jax.sharding.rules import make_mesh, param_shardings, path_name

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import WeightsError, from_hf_names, load_hf
 from areal_jax.formats.hf_export import HfCompanions
-from areal_jax.models.shape import Llama3Scaling
+from areal_jax.models.families import Llama3Scaling
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.versions import PublicationError
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params

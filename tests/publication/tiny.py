@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 
 CONFIG = ModelConfig(
     vocab_size=11, d_model=6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=10000.0

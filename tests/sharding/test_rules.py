@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.models.weights import Lora, logical_axes
 from areal_jax.sharding.rules import axes_of, data_shards, make_mesh, param_shardings, path_name, row_sharding
 

@@ -108,15 +108,15 @@ def _find_id() -> str:
 
 
 def _replace_the_reply(reward: str, number: str = '') -> None:
-    from areal_jax.tasks.scoring import scorer_process
+    from areal_jax.tasks.scoring import worker
 
-    write = scorer_process.write_whole
+    write = worker.write_whole
 
     def write_another(descriptor: int, data: bytes) -> None:
-        scorer_process.write_whole = write
+        worker.write_whole = write
         write(descriptor, f'{{"id": "{number or json.loads(data)["id"]}", "reward": {reward}}}\n'.encode())
 
-    scorer_process.write_whole = write_another
+    worker.write_whole = write_another
 
 
 # Rewards that are none.

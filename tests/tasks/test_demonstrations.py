@@ -26,7 +26,7 @@ def path(tmp_path):
 
 
 def texts(demonstrations):
-    return [(TOKENIZER.decode(d.prompt_tokens), TOKENIZER.decode(d.answer_tokens)) for d in demonstrations]
+    return [(TOKENIZER.decode(d.prompt_tokens), TOKENIZER.decode(d.answers[0])) for d in demonstrations]
 
 
 def read(path, tokenizer, **changes):
@@ -41,7 +41,7 @@ def test_every_line_is_on_one_side_with_an_end_token_after_its_answer(path):
     found = read(path, TOKENIZER)
     assert sorted(texts(found.train + found.held_out)) == sorted((r['question'], r['answer']) for r in ROWS)
     assert 3 < len(found.held_out) < 20
-    assert {d.answer_tokens[-1] for d in found.train} == {TOKENIZER.eos_id}
+    assert {d.answers[0][-1] for d in found.train} == {TOKENIZER.eos_id}
     lines = {int(d.source.rpartition(':')[2]): d for d in found.train}
     assert all(texts([d])[0][0] == ROWS[line - 1]['question'] for line, d in lines.items())
 
@@ -96,7 +96,7 @@ def test_a_task_shows_its_own_answers():
     found = solve_task(build(tokenizer, symbols=2, length=3, held_out_fraction=0.25), tokenizer)
     assert (len(found.train), len(found.held_out)) == (6, 2)
     for d in found.train + found.held_out:
-        assert tokenizer.decode(d.prompt_tokens)[2::-1] == tokenizer.decode(d.answer_tokens)
+        assert tokenizer.decode(d.prompt_tokens)[2::-1] == tokenizer.decode(d.answers[0])
 
 
 def demonstrations():
@@ -154,7 +154,7 @@ def sized(*sizes):
     """Training demonstrations of (prompt, answer) tokens."""
     from areal_jax.tasks.demonstrations import Demonstration
 
-    made = [Demonstration(np.ones(p, np.int32), np.ones(a, np.int32), f'f:{i}') for i, (p, a) in enumerate(sizes)]
+    made = [Demonstration(np.ones(p, np.int32), (np.ones(a, np.int32),), f'f:{i}') for i, (p, a) in enumerate(sizes)]
     return Demonstrations(tuple(made), ())
 
 
@@ -242,7 +242,7 @@ def test_the_tokens_are_those_of_the_whole_conversation_in_the_chat_template(tmp
     (d,) = read(write(tmp_path / 'x.jsonl', [row]), tokenizer, held_out_fraction=0.0).train
     turns = [{'role': 'user', 'content': row['question']}, {'role': 'assistant', 'content': row['answer']}]
     whole = tokenizer.encode_chat(turns)  # goes on with a line end and the next generation prompt
-    both = np.concatenate([d.prompt_tokens, d.answer_tokens])
+    both = np.concatenate([d.prompt_tokens, d.answers[0]])
     np.testing.assert_array_equal(whole[: len(both)], both)
     assert both[-1] == tokenizer.eos_id
 

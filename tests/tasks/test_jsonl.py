@@ -9,7 +9,8 @@ import pytest
 from areal_jax.config.declarations import choices
 from areal_jax.installation import describe_install
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.answers import integer, mathematics
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.answers.kinds import INTEGER
 from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -74,7 +75,7 @@ def test_without_a_path_the_field_is_named():
     ],
 )
 def test_reward_by_hand(text, finish_reason, reward):
-    assert integer.score({'answer': '1234'}, text, finish_reason) == reward
+    assert INTEGER.score({'answer': '1234'}, text, finish_reason) == reward
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_reward_by_hand(text, finish_reason, reward):
     ],
 )
 def test_an_answer_without_a_number_is_unparsed_unless_it_was_cut(text, finish_reason, label):
-    assert score_answer(integer.score, {'answer': '1234'}, text, finish_reason).label == label
+    assert score_answer(INTEGER.score, {'answer': '1234'}, text, finish_reason).label == label
 
 
 @pytest.mark.parametrize(

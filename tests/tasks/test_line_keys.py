@@ -9,7 +9,7 @@ import re
 import pytest
 
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.code import code_problems
+from areal_jax.tasks.code import code_task
 from areal_jax.tasks.demonstrations import read_demonstrations, read_pairs
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.user_lines import OF_CODE, OF_DEMONSTRATIONS, OF_MESSAGES, OF_PAIRS, OF_TASKS, LineKeys
@@ -38,7 +38,7 @@ READERS = {
         lambda path, tokenizer: jsonl.read_problems(path, 'integer'), {'question': 'q', 'answer': '1'}, OF_TASKS, set(),
     ),
     'code': (
-        lambda path, tokenizer: code_problems.read_problems(str(path)),
+        lambda path, tokenizer: code_task.read_problems(str(path)),
         {'question': 'q', 'entry_point': 'f', 'tests': [[[1], 2]]}, OF_CODE, set(),
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from areal_jax.app.score.answer_files import read_answers
 from areal_jax.files import FileError
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.code import code_problems
+from areal_jax.tasks.code import code_task
 from areal_jax.tasks.demonstrations import read_demonstrations, read_pairs
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.user_lines import describe_other_format
@@ -56,7 +56,7 @@ def readers(path):
     yield lambda: jsonl.read_problems(path, 'integer'), TaskError, f'task.path={str(path)!r}'
     yield lambda: read_demonstrations(str(path), tokenizer, '', 0.0), TaskError, f'task.path={str(path)!r}'
     yield lambda: read_pairs(str(path), tokenizer, '', 0.0), TaskError, f'task.path={str(path)!r}'
-    yield lambda: code_problems.read_problems(str(path)), TaskError, f'task.path={str(path)!r}'
+    yield lambda: code_task.read_problems(str(path)), TaskError, f'task.path={str(path)!r}'
     yield lambda: list(read_answers(path, None)), FileError, f'--answers={path}'
 
 

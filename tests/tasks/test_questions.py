@@ -6,7 +6,7 @@ from areal_jax.errors import UserError
 from areal_jax.plugins import load_function
 from areal_jax.tasks import registry
 from areal_jax.tasks.questions import question_task
-from areal_jax.tasks.scoring.scorer_process import load_scorer
+from areal_jax.tasks.scoring.worker import load_scorer
 from areal_jax.tasks.task import TaskError, hash_fraction
 from areal_jax.text.tokenizer import CharacterTokenizer
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from areal_jax.installation import describe_install
-from areal_jax.tasks import gym_datasets, reasoning_gym
+from areal_jax.tasks import reasoning_gym
 from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import ListedTask, TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -30,7 +30,7 @@ def task() -> ListedTask:
 
 
 def test_every_question_is_found(task):
-    counts = {name: len(reasoning_gym.list_problems(name)) for name in MIX}
+    counts = {name: len(reasoning_gym.list_arithmetic(name)) for name in MIX}
     # basic_arithmetic: terms 0..10, + and -: 11 * 11 * 2; chain_sum: 0..9: 10 * 10 * 2; products: 10 * 10
     assert counts == {'basic_arithmetic': 242, 'chain_sum': 200, 'products': 100}
     problems = [*task.problems['train'], *task.problems['held_out']]
@@ -181,7 +181,7 @@ def test_items_depend_on_the_data_set_alone_and_survive_json():
 
 
 def list_all(*names, size):
-    return gym_datasets.list_problems([gym_datasets.parse_name(name) for name in names], size)
+    return reasoning_gym.draw_problems([reasoning_gym.parse_name(name) for name in names], size)
 
 
 def test_an_answer_that_makes_the_scorer_raise_is_unparsed():

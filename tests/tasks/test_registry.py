@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.tasks import registry, token_reversal
-from areal_jax.tasks.scoring.scorer_process import load_scorer
+from areal_jax.tasks.scoring.worker import load_scorer
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
 

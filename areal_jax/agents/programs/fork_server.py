@@ -28,16 +28,7 @@ import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
-from areal_jax.agents.programs.program_supervisor import (
-    Supervisor,
-    close_descriptors,
-    find_python_program,
-    import_as,
-    is_python,
-    run_python,
-    start_program,
-    watch_signals,
-)
+from areal_jax.agents.programs import program_supervisor
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, kill_processes, list_descendants
 
 del sys.path[0]
@@ -91,8 +82,8 @@ class ForkServer:
                 return []
         setup = self._take_messages(most=1)[0]
         command = setup['command']
-        if words := find_python_program(command):
-            import_as(words)
+        if words := program_supervisor.find_python_program(command):
+            program_supervisor.import_as(words)
         for name in setup['preload']:
             import_module(name)
         if 'openai' in sys.modules:
@@ -106,7 +97,7 @@ class ForkServer:
     def serve(self) -> _Message | None:
         """Forks for each job until the parent ends; then returns None. In the fork of a job, returns the job."""
         adopt_orphans()
-        self._wakeups = watch_signals(self._end)
+        self._wakeups = program_supervisor.watch_signals(self._end)
         self._reports, self._report_to = os.pipe()  # a line of at most PIPE_BUF bytes is written whole
         os.set_blocking(self._reports, False)
         self._reported = b''
@@ -158,7 +149,6 @@ class ForkServer:
         return [json.loads(line) for line in lines]
 
     def _fork(self, job: _Message) -> bool:
-        """Forks; returns True in the new process that is to run the program."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the fork handles it
         try:
             with warnings.catch_warnings():  # Python 3.12 dislikes forks of a process in which an import began threads
@@ -232,8 +222,8 @@ def supervise(job: _Message, server: int, report_to: int) -> bool:
     """Runs in a fork of the server: returns True in the program; the supervisor reports its end and does not return."""
     try:
         die_with_parent(signal.SIGTERM)
-        close_descriptors(kept=(report_to,))
-        supervisor = start_program(server, json.dumps(job['problem']).encode() + b'\n')
+        program_supervisor.close_descriptors(kept=(report_to,))
+        supervisor = program_supervisor.start_program(server, json.dumps(job['problem']).encode() + b'\n')
     except OSError as error:
         report = {'job': job['job'], 'error': describe_fork_error(error)}
     else:
@@ -245,7 +235,7 @@ def supervise(job: _Message, server: int, report_to: int) -> bool:
     os._exit(0)
 
 
-def describe_end(supervisor: Supervisor) -> _Message:
+def describe_end(supervisor: program_supervisor.Supervisor) -> _Message:
     """The report to the parent on a program that has ended."""
     if supervisor.is_asked_to_end:
         return {'error': _TOLD_TO_END}
@@ -289,11 +279,11 @@ def run_program(command: list[str], job: _Message) -> int:
     os.environ.update(job['environment'])
     if 'numpy.random' in sys.modules:  # `random` seeds itself anew in every fork
         sys.modules['numpy.random'].seed()
-    if words := find_python_program(command):
-        return run_python(words)
+    if words := program_supervisor.find_python_program(command):
+        return program_supervisor.run_python(words)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
-    executable = sys.executable if is_python(command[0]) else command[0]
+    executable = sys.executable if program_supervisor.is_python(command[0]) else command[0]
     try:
         os.execvp(executable, [executable, *command[1:]])
     except OSError as error:

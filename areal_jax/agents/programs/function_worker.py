@@ -14,33 +14,80 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import importlib
+import importlib.util
+import inspect
 import json
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from areal_jax.agents.programs.endings import find_secrets, hide_secrets, shorten
-from areal_jax.agents.programs.program_function import (
-    CLIENT,
-    FIELD,
-    ProgramFunction,
-    check_function,
-    list_parameters,
-)
+from areal_jax.agents.programs.job_process import find_secrets, hide_secrets, shorten
 from areal_jax.agents.programs.program_supervisor import start_program
 from areal_jax.errors import UserError
-from areal_jax.plugins import source_file
+from areal_jax.plugins import load_function, source_file
 from areal_jax.workers.descendants import die_with_parent
 
+if TYPE_CHECKING:
+    import openai
+
+FIELD = 'agent.function'
+CLIENT = 'client'
+GIVEN = ('problem', 'base_url', 'api_key', 'model', CLIENT)
 _LONGEST_LINE = 2**30  # bytes of a job
 _SHOWN_LINES, _LONGEST_SHOWN = 20, 500  # of the output; characters of a line
 _MODEL = 'policy'
 _Message = dict  # of JSON
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+ProgramFunction: TypeAlias = Callable[..., Awaitable[object]]
+
+
+def check_function(spec: str) -> ProgramFunction:
+    """Returns the function 'FILE.py:FUNCTION', an `async def` whose parameters are all in GIVEN or have a default.
+
+    Raises UserError that names agent.function, its value and the fix.
+    """
+    function = load_function(spec, FIELD)
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(f'{FIELD}={spec}: it is no `async def`, and several episodes share its process; make it one')
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise UserError(f'{FIELD}={spec}: its parameter {name!r} is positional only; leave out the `/`')
+        if name not in GIVEN and parameter.kind not in _VARIABLE and parameter.default is parameter.empty:
+            raise UserError(
+                f'{FIELD}={spec}: nobody gives it its parameter {name!r}; name one of {", ".join(GIVEN)}, or give it a '
+                'default'
+            )
+    if CLIENT in list_parameters(function) and importlib.util.find_spec('openai') is None:
+        raise UserError(
+            f'{FIELD}={spec}: its parameter {CLIENT!r} needs the package openai; install it, or take api_key and '
+            'base_url'
+        )
+    return cast(ProgramFunction, function)
+
+
+def list_parameters(function: Callable[..., object]) -> list[str]:
+    """The names in GIVEN for which the function has a parameter."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.name in GIVEN and p.kind not in (*_VARIABLE, p.POSITIONAL_ONLY)]
+
+
+def make_shared_client() -> openai.AsyncOpenAI:
+    """Makes a client whose copies, one for each episode, share its connections and TLS context.
+
+    Proxies of the environment are ignored, since the address is on this machine.
+    """
+    import openai
+
+    class OpenClient(openai.AsyncOpenAI):
+        async def close(self) -> None:
+            """Leaves the connections open, because other episodes use them too."""
+
+    return OpenClient(api_key='none', http_client=openai.DefaultAsyncHttpxClient(trust_env=False))
 
 
 class FunctionWorker:
@@ -49,13 +96,10 @@ class FunctionWorker:
     def __init__(self, function: ProgramFunction, spec: str, send: Callable[[_Message], None]):
         self._function, self._spec, self._send = function, spec, send
         self._names = list_parameters(function)
-        # imports openai: only for a function with a parameter `client`
-        module = 'areal_jax.agents.programs.shared_clients'
-        self._clients = importlib.import_module(module).SharedClients() if CLIENT in self._names else None
+        self._client = make_shared_client() if CLIENT in self._names else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def take(self, message: _Message) -> None:
-        """Begins a job or cancels one."""
         if 'end' not in message:
             self._tasks[message['job']] = asyncio.create_task(self._run(message))
         elif task := self._tasks.get(message['end']):
@@ -66,7 +110,12 @@ class FunctionWorker:
     async def _run(self, job: _Message) -> None:
         number, reply = job['job'], {'job': job['job'], 'ended': True}
         try:
-            await self._call(job)
+            environment = job['environment']
+            base_url, api_key = environment.get('OPENAI_BASE_URL', ''), environment.get('OPENAI_API_KEY', '')
+            values = {'problem': job['problem'], 'base_url': base_url, 'api_key': api_key, 'model': _MODEL}
+            if self._client is not None:
+                values[CLIENT] = self._client.copy(base_url=base_url, api_key=api_key)
+            await self._function(**{name: values[name] for name in self._names})
         except BaseException as error:  # SystemExit would end the loop and with it all jobs
             if not (isinstance(error, asyncio.CancelledError) and self._tasks[number].cancelling()):
                 said = hide_secrets(describe_error(error, self._spec), find_secrets(job['environment']))
@@ -74,14 +123,6 @@ class FunctionWorker:
         finally:
             del self._tasks[number]
         self._send(reply)
-
-    async def _call(self, job: _Message) -> None:
-        environment = job['environment']
-        base_url, api_key = environment.get('OPENAI_BASE_URL', ''), environment.get('OPENAI_API_KEY', '')
-        values: dict[str, Any] = {'problem': job['problem'], 'base_url': base_url, 'api_key': api_key, 'model': _MODEL}
-        if self._clients is not None:
-            values[CLIENT] = self._clients.make(base_url, api_key)
-        await self._function(**{name: values[name] for name in self._names})
 
 
 def describe_error(error: BaseException, spec: str) -> str:
@@ -111,8 +152,6 @@ async def serve(control: socket.socket) -> None:
 
 
 class _Output:
-    """Forwards the first lines of output."""
-
     def __init__(self, control: int):
         self._control, self._n_lines, self._line = control, 0, b''
 

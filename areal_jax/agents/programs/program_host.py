@@ -15,9 +15,8 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from areal_jax.agents.programs.endings import describe_exit, find_secrets, hide_secrets, shorten
-from areal_jax.agents.programs.job_process import JobProcess
-from areal_jax.agents.programs.program_function import FIELD, check_function
+from areal_jax.agents.programs.function_worker import FIELD, check_function
+from areal_jax.agents.programs.job_process import JobProcess, describe_exit, find_secrets, hide_secrets, shorten
 from areal_jax.files import JsonObject
 from areal_jax.plugins import absolute_spec
 from areal_jax.workers.worker_process import worker_environment
@@ -115,7 +114,6 @@ class CommandHost:
         return make_ending(await self._server.run(make_message(job)), job)
 
     async def close(self) -> None:
-        """Implements ProgramHost.close."""
         self._is_closed = True
         if self._server is not None:
             await self._server.close()
@@ -160,13 +158,11 @@ class FunctionHost:
         return make_ending(await worker.run(make_message(job)), job)
 
     async def close(self) -> None:
-        """Implements ProgramHost.close."""
         self._is_closed = True
         await asyncio.gather(*(worker.close() for worker in self._workers if worker is not None))
 
     @property
     def pids(self) -> list[int]:
-        """The pids of the workers that were started."""
         return [worker.pid for worker in self._workers if worker is not None]
 
     def _start(self) -> JobProcess:
@@ -178,12 +174,10 @@ class FunctionHost:
 
 
 def make_message(job: Job) -> JsonObject:
-    """The message about a job to a process of a host."""
     return {'environment': dict(job.environment), 'problem': job.problem}
 
 
 def make_ending(reply: JsonObject, job: Job) -> Ending:
-    """The ending of a job, from the reply of a host's process."""
     secrets = find_secrets(job.environment)
     if 'error' in reply:
         return Ending('failed', shorten(hide_secrets(reply['error'], secrets)))

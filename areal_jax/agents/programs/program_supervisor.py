@@ -82,7 +82,6 @@ class Supervisor:
             self.is_asked_to_end = True
 
     def _read(self) -> bool:
-        """Reads one piece of the output; False if no output is there now."""
         try:
             chunk = os.read(self._output, _CHUNK_BYTES)
         except BlockingIOError:
@@ -155,7 +154,11 @@ def start_program(
     os.setsid()
     for source, target in ((for_program, 0), (of_program, 1), (of_program, 2)):
         os.dup2(source, target)
-    _restore_signals()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
     close_descriptors(kept)
     if os.getppid() != own_pid:
         os._exit(1)
@@ -179,14 +182,6 @@ def close_descriptors(kept: Sequence[int]) -> None:
         if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):  # the one that listed them
                 os.close(int(name))
-
-
-def _restore_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
 # Runs `python FILE.py` or `python -m MODULE` in this process, as a new interpreter would run it.
@@ -273,7 +268,6 @@ def _refuse(reason: str, exit_code: int) -> int:
 
 
 def _read_exit_code(code: object) -> int:
-    """The exit code that an interpreter returns for `sys.exit(code)`."""
     if code is None:
         return 0
     if isinstance(code, int):

@@ -35,8 +35,8 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Deliver, Evaluator
 from areal_jax.evaluation.results import Answer, AnsweredProblem, AnswerFile, Results, Tally
 from areal_jax.events.schema import FILE as EVENTS
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.finiteness import require_finite_shards
+from areal_jax.learning import weights as trees
+from areal_jax.learning.weights import require_finite_shards
 from areal_jax.protocols import Event
 from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.publication.manifest import weights_sha256

@@ -27,7 +27,7 @@ from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
 from areal_jax.formats.safetensors_file import DIRECTORY as DIRECTORY_OF_CRITIC
 from areal_jax.formats.safetensors_file import write_value_head
-from areal_jax.learning.weights.trained_leaves import VALUE_HEAD
+from areal_jax.learning.weights import VALUE_HEAD
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256

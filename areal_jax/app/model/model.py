@@ -33,12 +33,12 @@ from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
+from areal_jax.learning import weights as trees
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD, make_value_head, policy_leaves
+from areal_jax.learning.weights import CRITIC, VALUE_HEAD, make_value_head, policy_leaves
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora, Params, logical_axes, merge_adapters
 from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import mesh_of, param_shardings, path_name

@@ -19,8 +19,7 @@ from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.installation import PACKAGE, locate_file
-from areal_jax.models.families import FAMILIES
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import FAMILIES, Experts, ModelConfig
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer

@@ -25,8 +25,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve
 from areal_jax.distributed.handshake import key_path, load_key
 from areal_jax.distributed.peers import prove_as_client, prove_as_server
-from areal_jax.learning.blockwise.block_learner import leaf_sizes
-from areal_jax.learning.blockwise.blocks import cut_blocks
+from areal_jax.learning.blockwise import cut_blocks, leaf_sizes
 from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Channel
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender

@@ -27,9 +27,14 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.backend import DecodeBackend
-from areal_jax.rollout.decode.decode_weights import PreparedWeights, share_prepared
 from areal_jax.rollout.decode.generate import weight_shardings
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_ahead, share_backend
+from areal_jax.rollout.decode.jax_backend import (
+    JaxDecodeBackend,
+    PreparedWeights,
+    compile_ahead,
+    share_backend,
+    share_prepared,
+)
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import IN_TRAINING, LogprobFailure
 from areal_jax.sharding.placement import Place, compile_move

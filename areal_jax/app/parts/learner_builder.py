@@ -20,21 +20,23 @@ from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.loss import CriticSection
 from areal_jax.config.objectives import PAIRS, build_choices, find_objective
 from areal_jax.config.training import count_steps
-from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
-from areal_jax.distributed.averages import Averages
+from areal_jax.distributed.averaged_learner import AveragedLearner, Averages, ClientSettings
 from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.remote_learner import CommandLeader
-from areal_jax.learning.blockwise.block_learner import BlockLearner
-from areal_jax.learning.blockwise.blocks import BlockOrder
-from areal_jax.learning.brakes import Brake
+from areal_jax.learning.blockwise import BlockLearner, BlockOrder
 from areal_jax.learning.learner import MovingLearner, SpmdLearner
-from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE, Objective
-from areal_jax.learning.objective.objectives import Likelihood, PolicyObjective, load_objective
-from areal_jax.learning.objective.preference import DirectPreference, RewardModel
-from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.optimizer.optimizer import Optimizer, make_optimizer
-from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.objective.objectives import (
+    DirectPreference,
+    Likelihood,
+    PolicyObjective,
+    RewardModel,
+    SampledDistillation,
+    VocabularyDistillation,
+    load_objective,
+)
+from areal_jax.learning.optimizer import Optimizer, add_critic_optimizer, make_optimizer
+from areal_jax.learning.settings import Brake, LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.plugins import is_own

@@ -23,10 +23,10 @@ from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError, Purpose
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import KL, find_objective, is_policy, reads_reference
-from areal_jax.learning.diagnostics.flops import active_parameters
-from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning import weights as trees
+from areal_jax.learning.diagnostics.measurement import active_parameters
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params, is_adapter, logical_axes
 from areal_jax.rollout.decode.generate import weight_shardings
 from areal_jax.sharding.rules import Allocation, EngineDevices, data_shards, param_shardings, path_name, replicated

@@ -28,11 +28,11 @@ from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, load_function
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.code.code_problems import require_time
+from areal_jax.tasks.code.code_task import require_time
 from areal_jax.tasks.demonstrations import Demonstrations, contrast_task, read_demonstrations, read_pairs, solve_task
 from areal_jax.tasks.registry import make_task, value_names
-from areal_jax.tasks.scoring.scorer_process import takes_episode
 from areal_jax.tasks.scoring.verifier import Audit, InlineVerifier, ProcessVerifier, StartWorker
+from areal_jax.tasks.scoring.worker import takes_episode
 from areal_jax.tasks.task import ClientStream, ListedTask, Problem, Scorer, Split, Task, TaskError, shuffle
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.workers.sandbox.packages import find_packages

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 from areal_jax import lanes, protocols
 from areal_jax.agents.agent_workflow import Agent, AgentWorkflow, OfferedTools, ProgramAgent
 from areal_jax.agents.dialogue import Budgets, Dialogue, NotationParser, TokenizerFormat
-from areal_jax.agents.programs.program_function import check_function
+from areal_jax.agents.programs.function_worker import check_function
 from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
 from areal_jax.agents.python_tool import PythonTool
 from areal_jax.app.model.text_model import describe_text_model
@@ -31,8 +31,8 @@ from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
 from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.tasks import verifiers_task
 from areal_jax.tasks.code.program_run import ProgramLimits
-from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.chat_template import describe_untold
 from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import Prompt, SamplingParams
@@ -118,7 +118,7 @@ def load_programs(
 
     Raises UserError for agent.function that cannot be called.
     """
-    from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings  # needs aiohttp, which other runs do not need
+    from areal_jax.agents.gateway import Gateway, GatewaySettings  # needs aiohttp, which other runs do not need
 
     settings, chat_format = config.agent, _build_format(config, tokenizer)
     gateway = Gateway(

@@ -32,8 +32,15 @@ from areal_jax.app.run.run import (
 from areal_jax.app.workdir.run_directory import describe_unexported, holds_run, note_weights
 from areal_jax.config.cluster import DeviceSplit, list_roles, parse_learner
 from areal_jax.config.declarations import require_no_simulation
-from areal_jax.distributed.attempt import learner_name, read_attempt
-from areal_jax.distributed.handshake import Hello, connect, digest_config, key_path, load_key
+from areal_jax.distributed.handshake import (
+    Hello,
+    connect,
+    digest_config,
+    key_path,
+    learner_name,
+    load_key,
+    read_attempt,
+)
 from areal_jax.distributed.messages import RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner

@@ -16,9 +16,17 @@ from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import LEARNER, LearnerLayout, parse_learner
 from areal_jax.config.fields import ConfigError
 from areal_jax.distributed import rendezvous
-from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
-from areal_jax.distributed.follower import follow
-from areal_jax.distributed.handshake import Hello, Listener, digest_config, key_path, load_key
+from areal_jax.distributed.handshake import (
+    Attempt,
+    Hello,
+    Listener,
+    digest_config,
+    join_attempt,
+    key_path,
+    lead_attempt,
+    load_key,
+)
+from areal_jax.distributed.remote_learner import follow
 from areal_jax.distributed.rendezvous import accept_invitation
 from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.publication.export import PartWriter

@@ -37,8 +37,8 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import Announce
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.installation import __version__
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.finiteness import require_finite_shards
+from areal_jax.learning import weights as trees
+from areal_jax.learning.weights import require_finite_shards
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import FAMILIES
 from areal_jax.protocols import Event
@@ -49,8 +49,7 @@ from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import parse_delta, parse_version
 from areal_jax.registry import FencedError, Heartbeat
-from areal_jax.rollout.decode.decode_weights import PreparedWeights
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, JaxScoring
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, JaxScoring, PreparedWeights
 from areal_jax.rollout.http.server.bridge import Texts
 from areal_jax.rollout.http.server.callers import Callers
 from areal_jax.rollout.http.server.limits import Limits, raise_limit

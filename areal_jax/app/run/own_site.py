@@ -75,7 +75,7 @@ from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER
 from areal_jax.learning.learner import MovingLearner, SpmdLearner
 from areal_jax.learning.programs import AHEAD
-from areal_jax.learning.weights.finiteness import NonFiniteError
+from areal_jax.learning.weights import NonFiniteError
 from areal_jax.models.weights import Params
 from areal_jax.protocols import Learner
 from areal_jax.publication.files_channel import FilesChannel

@@ -263,7 +263,7 @@ class Scoring:
 
     async def _verify(self, answer: GivenAnswer) -> Verdict:
         prompt = dataclasses.replace(self._index.prompts[answer.place], draw=answer.line)  # messages name the draw
-        return await self._verifier.verify_text(prompt, answer.text, answer.finish_reason)
+        return await self._verifier.verify(prompt, answer.text, answer.finish_reason)
 
     def _write(self, score: JsonObject) -> None:
         self._scores.append(score)

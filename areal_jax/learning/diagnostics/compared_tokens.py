@@ -118,7 +118,6 @@ def _measure(compared: ComparedTokens, mask: np.ndarray) -> dict[str, np.ndarray
 
 
 def _sum_rows(values: np.ndarray, loss_mask: np.ndarray, sequence_starts: np.ndarray) -> np.ndarray:
-    """ratios.sequence_sums of [M, R, N]."""
     rows = lambda x: x.reshape(-1, x.shape[-1])
     return sequence_sums(rows(values), rows(loss_mask), rows(sequence_starts)).reshape(values.shape)
 
@@ -207,7 +206,6 @@ def _of_trajectories(update: Update, settings: LearnerSettings, wanted: Set[int]
 
 
 def _cut_batch(batch: PackedBatch, rows: np.ndarray) -> PackedBatch:
-    """These rows of a batch as one micro-batch, without columns."""
     fields = {name: values[rows][None] for name, values in batch.fields().items()}
     return dataclasses.replace(batch, **fields, columns={}, inputs={})
 

@@ -2,28 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from areal_jax.columns import ROUTED_EXPERTS
-from areal_jax.learning.brakes import Brake, sequence_effective_sample_size
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
-from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
 from areal_jax.learning.objective.counting import data_metrics, find_starts, kept_mass_metrics
-from areal_jax.learning.optimizer.optimizer import step_metrics
-from areal_jax.learning.packing.rows import PADDING
+from areal_jax.learning.optimizer import step_metrics
+from areal_jax.learning.packed_rows import PADDING
 from areal_jax.learning.passes import StepResult, Trained, Update, first_logprobs
 from areal_jax.learning.programs import LearnerState
-from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.settings import Brake, LearnerSettings, sequence_effective_sample_size
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.weights import Lora, WeightSpec, is_adapter, weight_table
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN, age_ranges, range_label
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
+
+
+def work_metrics(
+    config: ModelConfig, lora: Lora | None, groups: Sequence[TrajectoryGroup], packing: str, epochs: int
+) -> dict[str, float]:
+    """Tokens that the passes of an update read, and the floating-point operations that the model needs for them.
+
+    PaLM (arXiv 2204.02311), appendix B, counts 6 N + 12 L H D T per token of a training pass: N weights in matrices (a
+    multiplication and an addition for each in the forward pass, twice that in the backward one), L layers, H query
+    heads of width D, T tokens of the sequence. What is special here:
+
+      - N has no embedding lookup, and the head V d counts for tokens in the loss alone: no other logits are computed.
+      - T is the length of the token's own sequence: prompt and answer, or the prompt alone for a prompt that the
+        answers of a group share, which is read once. A sliding window bounds T. As in PaLM, the causal mask does not
+        halve T.
+      - LoRA needs no gradient of the frozen weights: 4 N for them, 6 for every weight of an adapter.
+      - N counts the router, and only the experts that a token reaches.
+      - Not counted: recomputation by `learner.remat`, padding, and passes that only compute log-probs (proximal with
+        several optimizer steps, reference). So this is the utilisation by the model (MFU), not by the hardware.
+
+    Args:
+      groups: the trained ones.
+      packing: 'shared_prompt' reads the prompt of a group once, 'ordinary' once per answer.
+    """
+    body, head = matrix_flops(config, lora)
+    spans = [span for group in groups for span in _spans(group, packing)]
+    tokens = sum(count for count, _ in spans)
+    flops = body * tokens + head * sum(map(_loss_tokens, groups))
+    flops += sum(count * attention_flops(config, length) for count, length in spans)
+    return {names.READ_TOKENS: float(tokens * epochs), names.MODEL_FLOPS: float(flops * epochs)}
+
+
+def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, int]:
+    """Operations of a training pass per token in the matrices of all layers, and per loss token in the head."""
+    matrices = [spec for spec in weight_table(config, lora).values() if spec.in_layers and len(spec.shape) > 1]
+    frozen = 4 if lora else 6
+    cost = sum((6 if is_adapter(spec.path) else frozen) * _active(spec, config) for spec in matrices)
+    return cost, frozen * config.vocab_size * config.d_model
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """The number of weights that a token meets: all except the weights of experts that it does not reach."""
+    table = weight_table(config, None).values()
+    return sum(
+        _active(spec, config) if spec.in_layers and len(spec.shape) > 1 else math.prod(spec.shape) * len(spec.paths)
+        for spec in table
+    )
+
+
+def _active(spec: WeightSpec, config: ModelConfig) -> int:
+    """The number of weights in all layers that a token meets; of experts, only the ones that it reaches."""
+    if len(spec.shape) == 2:
+        return math.prod(spec.shape) * len(spec.layers)
+    assert config.experts is not None
+    return config.experts.per_token * math.prod(spec.shape[1:]) * len(spec.layers)
+
+
+def attention_flops(config: ModelConfig, length: int) -> int:
+    """Operations of a training pass per token in a sequence of `length` tokens, for scores and weighted values."""
+    seen = sum(min(length, config.window(layer) or length) for layer in range(config.n_layers))
+    return 12 * config.n_heads * config.head_dim * seen
+
+
+def _spans(group: TrajectoryGroup, packing: str) -> Iterator[tuple[int, int]]:
+    """(tokens read, length of their sequence); the last token of an answer is predicted and not read."""
+    if packing == 'shared_prompt':
+        for prompt in {t.prompt.tokens.tobytes(): len(t.prompt.tokens) for t in group.trajectories}.values():
+            yield prompt, prompt
+    for trajectory in group.trajectories:
+        prompt = len(trajectory.prompt.tokens)
+        answer = sum(len(segment.tokens) for segment in trajectory.segments) - 1
+        yield answer if packing == 'shared_prompt' else prompt + answer, prompt + answer
+
+
+def _loss_tokens(group: TrajectoryGroup) -> int:
+    segments = (segment for trajectory in group.trajectories for segment in trajectory.segments)
+    return sum(len(segment.tokens) for segment in segments if segment.policy_version != NOT_GENERATED)
+
 
 _MOST_TURNS = 8  # with a metric each; the last metric includes all later turns
 Metrics = Mapping[str, Any]  # floats by name, and for a histogram a list of floats
@@ -187,7 +266,6 @@ def mismatch_metrics(
 
 
 def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engines: Sequence[str]) -> dict[str, float]:
-    """The number of tokens of each engine and their mean difference."""
     found = {}
     for engine in sorted(set(engines)):
         own = differences[np.isin(trajectories, [index for index, name in enumerate(engines) if name == engine])]
@@ -298,14 +376,12 @@ def route_metrics(
 
 
 def _loads(loads: Sequence[np.ndarray]) -> dict[str, float]:
-    """Metrics of the load of experts over all steps, tokens of prompts included."""
     total = np.sum(loads, axis=0, dtype=np.float64)  # [layers, experts]
     fullest = total.max(axis=1) / np.maximum(total.mean(axis=1), 1e-30)
     return {str(names.EXPERT_LOAD): float(fullest.mean()), str(names.EXPERTS_DEAD): float((total == 0).sum())}
 
 
 def _differences(batch: PackedBatch, recorded: np.ndarray, differs: np.ndarray, version: int) -> dict[str, float]:
-    """Metrics of changed routes, over all loss tokens whose prediction has a record, and by their age."""
     layers = recorded.shape[-2]
     first = np.take_along_axis(recorded[..., 0, 0], batch.sources, axis=-1)  # [M, R, N]
     known = batch.loss_mask & (first != np.iinfo(recorded.dtype).max)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from areal_jax.config.fields import ConfigError
-from areal_jax.learning.packing.rows import PADDING
+from areal_jax.learning.packed_rows import PADDING
 from areal_jax.learning.passes import Passes, Trained, Update
 from areal_jax.learning.programs import CompiledPrograms, LearnerState
 from areal_jax.learning.row_layout import RowLayout
@@ -134,7 +134,6 @@ def measure_split(
 
 
 def _describe_routing(routing: np.ndarray | None, ages: np.ndarray) -> dict[str, float]:
-    """Metrics of the routing term under the weights before the update: over all tokens, and by age."""
     if routing is None:
         return {}
     metrics = _moments(f'{names.RATIO}routing', routing)
@@ -185,7 +184,6 @@ def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def _describe(tokens: Tokens, parts: Parts, version: int) -> dict[str, float]:
-    """Mean and root mean square of each part: over all tokens, by age, by update and by engine."""
     terms = {'mismatch': parts.mismatch, 'drift': parts.drift, 'inside': parts.inside, 'total': parts.total}
     metrics = {str(names.RATIO_ERROR): parts.error}
     for name, values in terms.items():

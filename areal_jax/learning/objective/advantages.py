@@ -20,7 +20,7 @@ from areal_jax.learning.objective.counting import count_generated, find_starts, 
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES, TokenAdvantages
 from areal_jax.learning.objective.policy_loss import estimate_kl
 from areal_jax.learning.objective.ratios import sequence_sums
-from areal_jax.learning.packing.rows import BatchError
+from areal_jax.learning.packed_rows import BatchError
 from areal_jax.plugins import is_own, load_function, raising_user_error
 from areal_jax.types import PackedBatch, TrajectoryGroup
 

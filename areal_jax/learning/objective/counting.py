@@ -13,8 +13,8 @@ import numpy as np
 
 from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.config.fields import ConfigError
-from areal_jax.learning.packing.packing import count_tokens
-from areal_jax.learning.packing.rows import PADDING, BatchError
+from areal_jax.learning.packed_rows import PADDING, BatchError
+from areal_jax.learning.packing import count_tokens
 from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup
 
 _LARGEST_REWARD = 1e30
@@ -116,11 +116,9 @@ class UpdatePrice(NamedTuple):
     masks_truncated: bool = False  # answers that ended at their limit are left out
 
     def tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
-        """Tokens that an update of these groups would read."""
         return count_tokens(self.read(self.kept(groups)), self.packing) * self.epochs
 
     def kept(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups that an update trains on."""
         return [group for group in groups if not self.filters or has_signal(group)]
 
     def read(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -209,7 +207,6 @@ def denominator_scale(groups: Sequence[TrajectoryGroup], kept: Sequence[Trajecto
 
 
 def _count(groups: Sequence[TrajectoryGroup]) -> Counts:
-    """Counts generated tokens, and the answers and groups that have any."""
     counts = [
         [sum(len(s.tokens) for s in t.segments if s.policy_version != NOT_GENERATED) for t in g.trajectories]
         for g in groups

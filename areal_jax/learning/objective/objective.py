@@ -1,7 +1,7 @@
 """The interface between an update and its objective: a learner calls an Objective, and knows no concrete class.
 
 An own objective (loss.objective='FILE.py:FUNCTION', docs/own_objective.md) implements it; this project's objectives are
-in objectives.py, distillation.py and preference.py. For shapes see learning/__init__.py; n answers of an update.
+in objectives.py. For shapes see learning/__init__.py; n answers of an update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.ratios import masked_sum, sequence_sums
-from areal_jax.learning.weights.finiteness import NonFiniteError
+from areal_jax.learning.weights import NonFiniteError
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 

@@ -15,8 +15,10 @@ from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.counting import find_starts
 from areal_jax.learning.objective.objective import RETURNS, VALUES, LossTokens, Metrics
 from areal_jax.learning.objective.ratios import (
+    SURROGATES,
     Array,
     SumSequence,
+    SurrogateInputs,
     bounded_exp,
     fixed,
     kl_term,
@@ -25,7 +27,6 @@ from areal_jax.learning.objective.ratios import (
     namespace,
     policy_ratio,
 )
-from areal_jax.learning.objective.surrogates import SURROGATES, SurrogateInputs
 from areal_jax.types import PackedBatch
 
 KINDS = choices('loss.proximal')
@@ -316,7 +317,7 @@ def finalize_critic_metrics(merged: Mapping[str, float]) -> dict[str, float]:
 #   L(θ) = Σₜ mₜ uₜ Mₜ (-wₜ fₜ Âₜ + wₜ eₜ) / N
 #
 # m is the loss mask, u and N the aggregation (counting.py), M the gate, w the correction, f and e
-# the surrogate (surrogates.py), Â the advantage. Decoupled PPO, equation 5 of "AReaL: A Large-Scale Asynchronous
+# the surrogate (ratios.py), Â the advantage. Decoupled PPO, equation 5 of "AReaL: A Large-Scale Asynchronous
 # Reinforcement Learning System for Language Reasoning", arXiv 2505.24298, after Hilton et al., arXiv 2110.00641, has
 # f = min(r, clip(r, 1-ε, 1+ε)) by the sign of Â with r = π_θ / π_prox, w = π_prox / π_behav, M = 1 and e = 0. The log
 # of a ratio is clamped to ±20 before exp; beyond, the ratio is constant and its gradient zero. A surrogate that reads

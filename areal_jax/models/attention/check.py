@@ -13,15 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention.backends import (
-    BACKENDS,
-    AttentionError,
-    Backend,
-    choose_implementation,
-    jax_settings,
-    local_device,
-)
-from areal_jax.models.attention.packed import packed_attention
+from areal_jax.models.attention import backends
 
 _TOKENS = 160
 _HEADS, _KEY_HEADS = 4, 2
@@ -67,7 +59,7 @@ def self_check(
     @functools.partial(jax.jit, compiler_options=options)
     def run(first: jax.Array, segments: jax.Array, parents: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return packed_attention(
+            return backends.packed_attention(
                 q, k, v, segments, parents, scale=scale, impl=impl, positions=positions, window=window,
                 first=first if slices else 0, interpret=interpret,
             )  # fmt: skip
@@ -76,16 +68,18 @@ def self_check(
         return out, *pull(d_out[part])
 
     errors = []
-    for row, segments, parents, positions in _rows(BACKENDS[impl].shares_prompts):
+    for row, segments, parents, positions in _rows(backends.BACKENDS[impl].shares_prompts):
         seen = _seen(segments, parents, positions, window)
         expected = _dense([np.asarray(x, np.float64) for x in (q, k, v, d_out)], seen, scale, part)
         try:
             found = jax.device_get(run(jnp.int32(first), segments, parents, positions))  # a GPU fails here, not before
-        except AttentionError:
+        except backends.AttentionError:
             raise
         except Exception as error:  # kernels and private modules of jax fail in many ways, a missing name among them
             reason = str(error) or type(error).__name__
-            raise AttentionError(f'attention {impl!r} does not run here: {reason}; {_way_out(impl)}') from error
+            raise backends.AttentionError(
+                f'attention {impl!r} does not run here: {reason}; {_way_out(impl)}'
+            ) from error
         for name, value, reference in zip(('output', *_GRADIENTS), found, expected, strict=True):
             what, measured = f'{name} of {row}', np.asarray(value, np.float64)
             errors.append(_compare(impl, what, measured, reference, jnp.dtype(dtype).name))
@@ -107,20 +101,20 @@ def choose_checked(
 
     Raises AttentionError if a backend that was asked for by name fails its self-check.
     """
-    platform, capability = local_device()
+    platform, capability = backends.local_device()
     excluded: dict[str, str] = {}
     while True:
-        name = choose_implementation(
+        name = backends.choose_implementation(
             impl, platform=platform, capability=capability, tokens=tokens, dtype=dtype, head_dim=head_dim,
             window=window, slices=slices, excluded=excluded,
         )  # fmt: skip
         try:
             _check_once(
-                name, BACKENDS[name], (platform, capability), jax_settings(),
+                name, backends.BACKENDS[name], (platform, capability), backends.jax_settings(),
                 jnp.dtype(dtype).name, head_dim, window is not None, slices,
             )  # fmt: skip
             return name, tuple(excluded.values())
-        except AttentionError as error:
+        except backends.AttentionError as error:
             if impl != 'auto':
                 raise
             excluded[name] = str(error)
@@ -129,7 +123,7 @@ def choose_checked(
 @functools.lru_cache(maxsize=64)  # a check that fails raises, and is not kept
 def _check_once(
     impl: str,
-    backend: Backend,
+    backend: backends.Backend,
     device: tuple[str, tuple[int, int] | None],
     settings: str,
     dtype: str,
@@ -185,13 +179,12 @@ def _dense(arrays: list[np.ndarray], seen: np.ndarray, scale: float, part: slice
 
 
 def _compare(impl: str, what: str, found: np.ndarray, expected: np.ndarray, dtype: str) -> float:
-    """The largest error, relative to the largest expected value."""
     allowed = _ALLOWED[dtype]
     if dtype == 'float32' and jax.default_backend() == 'cpu':
         allowed = _ALLOWED_FLOAT32_ON_CPU
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not error <= allowed:  # NaN fails too
-        raise AttentionError(
+        raise backends.AttentionError(
             f'attention {impl!r} fails its self-check: {what} is off by {error:.2g} of its largest value in {dtype} on '
             f'{jax.default_backend()!r}, allowed are {allowed:g}; {_way_out(impl)}'
         )

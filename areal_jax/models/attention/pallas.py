@@ -227,7 +227,6 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def _stack(ids: QueryIds | KeyIds) -> jax.Array:
-    """int32 [4, L]."""
     return jnp.stack([*ids, *([jnp.zeros_like(ids[0])] * (4 - len(ids)))])
 
 
@@ -240,7 +239,6 @@ def _read_keys(ref: Ref, tile: pl.Slice | slice) -> KeyIds:
 
 
 def _whole(x: jax.Array, rows: int | None = None) -> pl.BlockSpec:
-    """All of x, or of `rows` arrays like it, for every program."""
     shape = x.shape if rows is None else (rows, *x.shape)
     return pl.BlockSpec(shape, lambda i, h: (0,) * len(shape))
 
@@ -250,12 +248,10 @@ def _block_ids(block: int) -> pl.BlockSpec:
 
 
 def _by_query(block: int) -> Callable[[jax.Array], pl.BlockSpec]:
-    """Spec of a block of queries of the program's head, of x [H, Lq, ...]."""
     return lambda x: pl.BlockSpec((None, block, *x.shape[2:]), lambda i, h: (h, i, 0)[: x.ndim])
 
 
 def _by_key(heads_each: int) -> Callable[[jax.Array], pl.BlockSpec]:
-    """Spec of all keys of the program's head, of x [K, L, D]."""
     return lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, h: (jax.lax.div(h, heads_each), 0, 0))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from areal_jax import files
 from areal_jax.formats.hf_directory import map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import encode_manifest, leaves_by_path
@@ -101,7 +101,6 @@ def read_base(path: pathlib.Path) -> int:
 
 
 def _read_prefix(path: pathlib.Path, content: bytes) -> tuple[int, int, int, int]:
-    """Returns (checksum, version, version of the base, bytes of the header)."""
     if len(content) < _START or not content.startswith(_MAGIC):
         raise PublicationError(f'{path} is no delta of weights, or is cut to {len(content)} bytes; {_AGAIN}')
     version, base, length = _FIELDS.unpack_from(content, _PREFIX.size)
@@ -230,8 +229,6 @@ class FilesReceiver:
 
 
 class _Leaves(Sequence[Part]):
-    """The bits of leaves, each read on access."""
-
     def __init__(self, leaves: Sequence[np.ndarray]):
         self._leaves = leaves
 
@@ -262,7 +259,6 @@ def _reading(path: pathlib.Path, version: int, config: ModelConfig) -> Iterator[
 
 
 def _chain(version: int, deltas: Mapping[int, pathlib.Path]) -> Iterator[int]:
-    """Yields the version, then the earlier versions that it needs, newest first."""
     yield version
     while version in deltas:
         try:

@@ -38,7 +38,6 @@ class Entry(NamedTuple):
 
 
 def count_bytes(header: bytes, sizes: Sequence[int]) -> int:
-    """The number of bytes that a record takes in a place."""
     return _align(_PREFIX_BYTES) + _align(len(header)) + sum(map(_align, sizes))
 
 
@@ -195,7 +194,6 @@ class ShmSender:
         return self.address
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """See RecordSender."""
         self._lowest, self._pinned = version, frozenset(pinned)
 
     def held(self) -> Mapping[str, Held]:
@@ -364,7 +362,6 @@ class ShmReceiver:
         )
 
     def _search_order(self) -> list[int]:
-        """All places, the newest chain first."""
         self._segment.require_places()
         newest = self._segment.newest
         return sorted(range(self._segment.n_places), key=lambda place: place != newest)
@@ -386,8 +383,6 @@ class _Overtaken(Exception):
 
 
 class _Reading:
-    """One chain, while a reader holds its place."""
-
     def __init__(self, segment: Segment, place: int, sequence: int):
         self._segment, self._place, self._sequence = segment, place, sequence
         self._view = memoryview(segment.map_place(place))

@@ -116,7 +116,6 @@ class Segment:
         self._words[self._row(place) + 1] = value
 
     def reader_row(self, reader: int) -> memoryview:
-        """The bytes that describe a reader."""
         start = _READERS_AT + reader * READER_BYTES
         return self._bytes[start : start + READER_BYTES]
 
@@ -158,7 +157,6 @@ class Segment:
         )
 
     def living_readers(self) -> list[int]:
-        """Rows of the readers whose processes are alive."""
         return [at - _READER_LOCKS for at in find_locked(self.descriptor, _READER_LOCKS, MOST_READERS)]
 
     def hold(self, place: int, reader: int) -> bool:
@@ -169,7 +167,6 @@ class Segment:
         unlock(self.descriptor, _hold_lock(place, reader))
 
     def holders(self, place: int) -> list[int]:
-        """Rows of living readers that hold a place."""
         first = _hold_lock(place, 0)
         return [at - first for at in find_locked(self.descriptor, first, MOST_READERS)]
 

@@ -82,7 +82,10 @@ class StreamReceiver:
             try:
                 consume(record)
             finally:
-                _let_go(record)
+                for part in record.parts:  # kept views raise from now on, instead of showing the next record
+                    if isinstance(part, memoryview):
+                        with contextlib.suppress(BufferError):  # an array still refers to it
+                            part.release()
             known = Held(record.header.version, record.header.manifest_hash)
             if known.version == version:
                 return
@@ -133,7 +136,6 @@ class StreamReceiver:
             time.sleep(_RETRY_S)
 
     def _connect(self) -> FrameSocket:
-        """Returns the connection; opens it and proves the key if there is none."""
         if self._connection is None:
             own = connect(self._address, self._frame_deadline_s)
             connection = FrameSocket(own, self._frame_deadline_s)
@@ -223,16 +225,7 @@ def _require_kind(prefix: Prefix, kind: Kind) -> None:
 
 
 def _align(size: int) -> int:
-    """Rounds the size of a part up, so that every part begins aligned for elements of any dtype."""
     return -(-size // _LINE_BYTES) * _LINE_BYTES
-
-
-def _let_go(record: Record) -> None:
-    """Releases the parts: views that `consume` has kept raise from now on, instead of showing the next record."""
-    for part in record.parts:
-        if isinstance(part, memoryview):
-            with contextlib.suppress(BufferError):  # an array still refers to it
-                part.release()
 
 
 # Opens the receiver that an address names: 'shm:PATH', 'unix:PATH', 'tcp:HOST:PORT', or several, separated by commas.
@@ -296,10 +289,6 @@ def open_receiver(address: str, reader: Reader) -> RecordReceiver:
     )
 
 
-def _open_shm(rest: str, reader: Reader) -> RecordReceiver:
-    return ShmReceiver(pathlib.Path(rest), reader.name)
-
-
 def _open_stream(prefix: str) -> Callable[[str, Reader], RecordReceiver]:
     def open_stream(rest: str, reader: Reader) -> RecordReceiver:
         if reader.prove is None:
@@ -320,7 +309,7 @@ def _exists(rest: str) -> bool:
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    SHM: Scheme(_open_shm, _exists),
+    SHM: Scheme(lambda rest, reader: ShmReceiver(pathlib.Path(rest), reader.name), _exists),
     UNIX: Scheme(_open_stream(UNIX), _exists),
     TCP: Scheme(_open_stream(TCP), lambda rest: True),
 }

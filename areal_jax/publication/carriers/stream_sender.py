@@ -205,7 +205,6 @@ class StreamChains:
         return self._newest
 
     def _take_place(self, n_bytes: int) -> _Place:
-        """Returns an empty buffer without readers, after ending the connections that read it."""
         with self._changed:
             place = self._choose()
             place.records.clear()
@@ -226,17 +225,13 @@ class StreamChains:
         if len(self._places) < self._most_places:
             self._places.append(_Place(0))
             return self._places[-1]
-        unpinned = [place for place in others if not _is_pinned(place.chain, self._pinned)]
+        unpinned = [place for place in others if not any(held.version in self._pinned for held in place.chain)]
         if candidates := released or unpinned:
             return candidates[0]
         raise PublicationError(
             f'all {len(self._places)} buffers of the sender of weights have versions that the run still needs '
             f'({sorted(self._pinned)}): evaluate less often (evaluation.every)'
         )
-
-
-def _is_pinned(chain: Sequence[Held], pinned: Collection[int]) -> bool:
-    return any(held.version in pinned for held in chain)
 
 
 MOST_CONNECTIONS = 256  # readers, and connections whose proof is under way
@@ -294,7 +289,6 @@ class StreamSender:
         return self.address
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """See RecordSender."""
         self._chains.release(version, pinned)
 
     def held(self) -> Mapping[str, Held]:
@@ -361,18 +355,13 @@ class StreamSender:
                 if stored is None:
                     connection.send(Kind.DONE, version=request.version)
                 else:
-                    _send_record(connection, stored, request)
+                    resumes = request.partial == stored.held
+                    leaf, offset = (request.leaf, request.offset) if resumes else (0, 0)
+                    connection.send(Kind.HEADER, stored.header, stored.held.version, leaf, offset)
+                    for piece in cut_pieces(stored.sizes, leaf, offset):
+                        connection.send_encoded(*stored.frame(piece))
         except PublicationError as error:
             connection.send(Kind.REFUSED, str(error).encode(), version=request.version)
-
-
-def _send_record(connection: FrameSocket, stored: StoredRecord, request: Request) -> None:
-    """Sends a record, from the first byte on that the reader does not have yet."""
-    resumes = request.partial == stored.held
-    leaf, offset = (request.leaf, request.offset) if resumes else (0, 0)
-    connection.send(Kind.HEADER, stored.header, stored.held.version, leaf, offset)
-    for piece in cut_pieces(stored.sizes, leaf, offset):
-        connection.send_encoded(*stored.frame(piece))
 
 
 class _Connections:

@@ -196,7 +196,6 @@ def _read_held(found: object) -> Held | None:
 
 
 def _shorten(value: object) -> str:
-    """A short text for a value that the other end has sent, however deep or long it is."""
     return reprlib.repr(value)
 
 
@@ -293,7 +292,6 @@ def listen_unix(directory: pathlib.Path | None = None) -> tuple[socket.socket, p
 
 
 def remove_unix(path: pathlib.Path) -> None:
-    """Removes the socket and its directory."""
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()

@@ -19,9 +19,9 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix, require_experts
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
-from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import logical_axes
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode import sampling
@@ -223,12 +223,10 @@ class Generate:
 
 
 def _asks_for_cut(batch: Batch) -> jax.Array:
-    """Returns SamplingParams.cuts of each row, bool [B]."""
     return (batch.temperature > 0) & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
 
 
 def _advance(batch: Batch, rows: _Rows, tokens: jax.Array) -> _Rows:
-    """Returns the rows after each has generated its entry of `tokens`, int32 [B]."""
     stopped = jnp.any(batch.stop_tokens == tokens[:, None], axis=-1)
     length = rows.position + 2  # tokens of the sequence with the new one: its input was at `position`
     return _Rows(tokens, rows.position + 1, rows.live & ~stopped & (length < batch.limit))
@@ -318,7 +316,6 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """The platform as in jax.Device."""
         device: jax.Device = next(iter(self.rows.device_set))
         return str(device.platform)
 
@@ -393,7 +390,6 @@ def place(
 
 
 def _token_form(devices: Sequence[jax.Device], weights: str) -> str:
-    """Chooses Decoder's `tokens`, see models.activations and models.quantized."""
     # XLA does not partition a kernel call over devices
     native = devices[0].platform == 'cpu' and len(devices) == 1 and library.is_available()
     if weights == 'int8':

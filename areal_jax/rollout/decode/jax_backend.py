@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -20,26 +22,89 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from areal_jax.columns import ColumnArrays
-from areal_jax.config.declarations import DTYPES
+from areal_jax.config.declarations import DTYPES, choices
 from areal_jax.config.fields import ConfigError
-from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import Ranking
 from areal_jax.models.native_layers import LEAST_COLUMNS
-from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Lora
+from areal_jax.models.weights import Lora, Params
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
-from areal_jax.rollout.decode import decode_rows, decode_weights, prefill
 from areal_jax.rollout.decode import decode_rows as rows
 from areal_jax.rollout.decode import generate as parallel
-from areal_jax.rollout.decode import prefill_buckets as buckets
+from areal_jax.rollout.decode import prefill
 from areal_jax.rollout.decode.decode_rows import CacheSizes, EngineState
-from areal_jax.rollout.decode.decode_weights import PreparedWeights, require_quantizable
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS
 from areal_jax.rollout.scoring import ScoringRequest
-from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
+from areal_jax.sharding.rules import path_name
+from areal_jax.types import MOST_ALTERNATIVES, PublishedWeights, TokenScores, Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedWeights:
+    """The result of a backend's `prepare`; valid for every backend of the same decoder on the same devices."""
+
+    params: Params
+
+
+def require_quantizable(weights: str, dtype: str, lora: Lora | None, config: ModelConfig) -> None:
+    """Raises ConfigError for an unknown form of weights, and if these weights cannot be in 8 bits."""
+    if weights not in choices('rollout.weights'):
+        raise ConfigError(f'weights={weights!r} is unknown; use one of {", ".join(choices("rollout.weights"))}')
+    if weights == 'int8' and dtype != 'float32':
+        raise ConfigError(f"weights='int8' with dtype={dtype!r}: float32 is what is quantized; use dtype='float32'")
+    if weights == 'int8' and lora:
+        raise ConfigError(f"weights='int8' with adapters of rank {lora.rank}: these stay in float32; use 'published'")
+    if weights == 'int8' and config.experts:
+        raise ConfigError(
+            f"weights='int8' with {config.experts.count} experts: these are not quantized; use 'published'"
+        )
+
+
+def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
+    """Returns the paths of the published leaves that the decoder takes transposed; it takes all others unchanged.
+
+    None if it takes a leaf in another form (panels or 8 bits): then every version is prepared as a whole. Found by
+    preparing abstract matrices with unequal sides: the shape of each result shows how its leaf is changed.
+    """
+    rows, columns = 16, 24  # which panels of kernels divide
+    of_matrix = lambda shape: (*shape[:-2], rows, columns) if len(shape) > 1 else shape
+    probe = lambda leaf: jax.ShapeDtypeStruct(of_matrix(leaf.shape), dtype)
+    published = jax.tree.map(probe, decoder.abstract())
+    prepared = jax.eval_shape(decoder.prepare, published)
+    leaves, outcome = jax.tree_util.tree_leaves_with_path(published), jax.tree.leaves(prepared)
+    if len(leaves) != len(outcome):  # a matrix in 8 bits is two arrays
+        return None
+    found = []
+    for (path, before), after in zip(leaves, outcome, strict=True):
+        if after.dtype != before.dtype or sorted(after.shape) != sorted(before.shape):
+            return None
+        if after.shape != before.shape:
+            found.append(path_name(path))
+    return frozenset(found)
+
+
+def share_prepared(
+    receive: Callable[[PublishedWeights], Params], prepare: Callable[[Params], PreparedWeights]
+) -> Callable[[PublishedWeights], PreparedWeights]:
+    """Wraps `receive` to return prepared weights: a version is received and prepared once while any engine holds it."""
+    held: weakref.WeakValueDictionary[tuple[int, str], PreparedWeights] = weakref.WeakValueDictionary()
+    lock = threading.Lock()  # engines fetch on separate lanes
+
+    def fetch(published: PublishedWeights) -> PreparedWeights:
+        key = published.version, published.manifest_hash
+        with lock:
+            weights = held.get(key)
+            if weights is None:
+                held[key] = weights = prepare(receive(published))
+        return weights
+
+    return fetch
+
 
 MOST_PROGRAMS = 16
 _OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; plus a column read if columns are recorded
@@ -126,7 +191,7 @@ class JaxDecodeBackend:
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
-        self._sizes = decode_rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
+        self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
         self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
@@ -148,7 +213,7 @@ class JaxDecodeBackend:
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
-        self.read_program = jax.jit(decode_rows.read_columns, in_shardings=(on, on), out_shardings=on)
+        self.read_program = jax.jit(rows.read_columns, in_shardings=(on, on), out_shardings=on)
         self.generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
@@ -160,10 +225,10 @@ class JaxDecodeBackend:
         least = LEAST_COLUMNS if native and not small_batches else 1
         if not adjusted:
             kinds: list[tuple[bool, bool]] = [(filtered, adjusted)]
-            shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most), least)]
+            shares = [rows.derive_batches(self.slots, min(rows.MOST_BATCHES, most), least)]
         else:
             kinds = [(False, False), (filtered, adjusted)]
-            shares = [*buckets.share_batches(self.slots, most, least)]
+            shares = [*rows.share_batches(self.slots, most, least)]
         if batches is not None:
             shares = [tuple(batches)] * len(kinds)
         self._check(shares)
@@ -268,11 +333,11 @@ class JaxDecodeBackend:
         return PreparedWeights(jax.block_until_ready(prepared))
 
     def find_transposed(self) -> frozenset[str] | None:
-        """Finds transposed leaves, see decode_weights.find_transposed; None if several devices would need any.
+        """Finds transposed leaves, see `find_transposed` above; None if several devices would need any.
 
         Over several devices no leaf is transposed before it is sharded.
         """
-        found = decode_weights.find_transposed(self._decoder, self.dtype.name)
+        found = find_transposed(self._decoder, self.dtype.name)
         return None if found and len(self.devices) > 1 else found
 
     def initial_state(self) -> EngineState:
@@ -300,7 +365,7 @@ class JaxDecodeBackend:
 
     def batch_bucket(self, decoded: Sequence[DecodeRow]) -> int:
         """Returns the smallest batch that holds the rows; raises ValueError for more rows than slots."""
-        return buckets.smallest_that_holds(self._generation(decoded).batches, len(decoded))
+        return rows.smallest_that_holds(self._generation(decoded).batches, len(decoded))
 
     def generate(
         self, weights: PreparedWeights, state: EngineState, decoded: Sequence[DecodeRow], steps: int
@@ -329,10 +394,10 @@ class JaxDecodeBackend:
         return columns
 
     def copy(self, state: EngineState, sources: Sequence[int], targets: Sequence[int]) -> EngineState:
-        for start in range(0, len(sources), decode_rows.COPIES):
-            at = np.full((2, decode_rows.COPIES), self._sizes.padding_block, np.int32)
+        for start in range(0, len(sources), rows.COPIES):
+            at = np.full((2, rows.COPIES), self._sizes.padding_block, np.int32)
             for side, blocks in zip(at, (sources, targets), strict=True):
-                part = blocks[start : start + decode_rows.COPIES]
+                part = blocks[start : start + rows.COPIES]
                 side[: len(part)] = part
             state = self.copy_program(state, *at)
         return state
@@ -353,7 +418,7 @@ class JaxDecodeBackend:
 
     def _initial(self) -> EngineState:
         recorded = self._decoder.config.columns if self.records_context else ()
-        columns = decode_rows.empty_columns(recorded, self._sizes.blocks + 1, self.block_tokens)
+        columns = rows.empty_columns(recorded, self._sizes.blocks + 1, self.block_tokens)
         return EngineState(self.placement.empty_cache(self._sizes, self.dtype), columns)
 
     def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
@@ -362,7 +427,7 @@ class JaxDecodeBackend:
         return prefill.prefill_pieces(*fixed, weights.params, state, packed, at.over_heads, at.mix)
 
     def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
-        return decode_rows.copy_blocks(self._attention, state, sources, targets)
+        return rows.copy_blocks(self._attention, state, sources, targets)
 
 
 def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
@@ -537,7 +602,7 @@ def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
 
     described, state = jax.tree.map(describe, weights), backend.abstract_state()
     padding = backend.cache_blocks  # the block after the last
-    at = np.full(decode_rows.COPIES, padding, np.int32)
+    at = np.full(rows.COPIES, padding, np.int32)
     backend.initial_program.lower().compile()
     backend.copy_program.lower(state, at, at).compile()
     for lowered in backend.lower_all(described):

@@ -23,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config.generation import MOST_PREFILL_BUCKETS
-from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
+from areal_jax.models.attention.backends import MAX_TILE_TOKENS, local_device, packed_attention, tile_tokens
+from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
@@ -143,7 +144,6 @@ def bucket_for(
 
 
 def holds(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -> bool:
-    """Whether one row of the bucket has room for all spans."""
     return _overflow(spans, bucket, block_tokens) is None
 
 

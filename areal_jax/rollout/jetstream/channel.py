@@ -118,7 +118,6 @@ class JetstreamConnection(Connection):
 
 
 async def _close_at_end(channel: grpc.aio.Channel) -> None:
-    """Closes the channel when the loop ends, which cancels its tasks."""
     try:
         await asyncio.get_running_loop().create_future()
     finally:

@@ -23,7 +23,6 @@ def describe_path(method: str) -> str:
 
 
 def encode(fields: JsonObject) -> bytes:
-    """Encodes one message."""
     return json.dumps(fields, separators=(',', ':')).encode()
 
 

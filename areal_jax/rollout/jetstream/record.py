@@ -8,6 +8,7 @@ knows neither gets its tokens only.
 
 from __future__ import annotations
 
+import collections
 import json
 import struct
 from collections.abc import Sequence
@@ -115,7 +116,6 @@ def _split(record: bytes) -> tuple[Reply, bytes]:
 
 
 def _take(header: Reply, data: bytes, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.ndarray, bytes]:
-    """Returns the next array, and the bytes after it."""
     size = int(np.prod(shape)) * dtype.itemsize
     if len(data) < size:
         raise header.error(name, f'{len(data)} bytes, and {shape[0]} tokens need {size}')
@@ -124,7 +124,6 @@ def _take(header: Reply, data: bytes, name: str, dtype: np.dtype, shape: tuple[i
 
 
 def _little(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in little-endian order, as in the arrays of a record."""
     return dtype.newbyteorder('<')
 
 
@@ -133,3 +132,30 @@ def _read_finish(header: Reply) -> FinishWord:
     if reason == 'stop' or reason == 'length' or reason == 'abort':
         return reason
     raise header.error('finish_reason', f'{show(reason)}, which is none of stop, length and abort')
+
+
+MOST_BYTES = 64 << 20  # of all records; the oldest are forgotten above
+
+
+class KeptRecords:
+    """Records by the id of their request; the last one is kept whatever its length."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES):
+        self._most, self._bytes = most_bytes, 0
+        self._records: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def keep(self, request_id: str, record: bytes) -> None:
+        self.take(request_id)
+        self._records[request_id] = record
+        self._bytes += len(record)
+        while self._bytes > self._most and len(self._records) > 1:
+            self.take(next(iter(self._records)))
+
+    def take(self, request_id: str) -> bytes:
+        """Removes and returns the record of an id; b'' without one."""
+        record = self._records.pop(request_id, b'')
+        self._bytes -= len(record)
+        return record

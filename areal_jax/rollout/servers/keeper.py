@@ -177,9 +177,7 @@ class PoolSide(Protocol):
         """The weights that every engine should decode with."""
         ...
 
-    async def wait_running(self) -> None:
-        """Returns while the pool is not paused."""
-        ...
+    async def wait_running(self) -> None: ...
 
     def admit(self, member: Member) -> None:
         """Lets the engine serve: it holds the newest version and has answered its probe."""
@@ -236,7 +234,6 @@ class Keeper:
                 await self._watch()
 
     async def _wait(self, seconds: float) -> bool:
-        """Waits for news, at most `seconds`; returns whether there was any."""
         self._member.news.clear()
         return await self._clock.wait(self._member.news, seconds)
 
@@ -360,7 +357,6 @@ class Keeper:
     # While it serves, after it failed, and when it leaves.
 
     async def _watch(self) -> None:
-        """Checks a serving engine once: after `health_every_s` seconds, or because a request failed."""
         member, settings = self._member, self._settings
         if not member.is_suspect and await self._wait(settings.health_every_s) and not member.is_suspect:
             return

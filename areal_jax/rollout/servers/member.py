@@ -36,7 +36,6 @@ class MovingRequest(GrowingAnswer):
         super().take(segment)
 
     def rest(self) -> GenerationRequest:
-        """The request with everything received as its prefix."""
         return dataclasses.replace(self.request, prefix=tuple(self._received))
 
     def end_in_received(self) -> EngineFinish | None:

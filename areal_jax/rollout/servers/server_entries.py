@@ -94,7 +94,6 @@ def _read(entry: Entry) -> ServerEntry:
 
 
 def _read_facts(given: Any) -> ServerFacts:
-    """Reads facts; leaves out facts that this version of the code does not know."""
     known = {field.name for field in dataclasses.fields(ServerFacts)}
     return ServerFacts(**{name: v for name, v in given.items() if name in known} if isinstance(given, Mapping) else {})
 
@@ -106,8 +105,6 @@ def _read_facts(given: Any) -> ServerFacts:
 
 @dataclasses.dataclass
 class _Seen:
-    """A server at the last poll."""
-
     engine: str  # its name in the pool
     order: Order
     heartbeat: int | None
@@ -194,7 +191,6 @@ class RegistryWatch:
             seen.engine, seen.is_gone = engine.name, False
 
     def _require_usable(self) -> None:
-        """Raises the error of a refused server if `patience_s` has passed without a usable one."""
         if self._refused is None or any(seen.engine for seen in self._seen.values()):
             return
         error, since_s = self._refused

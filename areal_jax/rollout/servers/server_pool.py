@@ -61,17 +61,14 @@ class Placement:
     # Engines.
 
     def add_engine(self, member: Member) -> None:
-        """Lets requests go to the engine."""
         self.ledger.add_engine(member.name)
         self.place_waiting()
 
     def withdraw_engine(self, member: Member) -> None:
-        """Stops new requests from going to the engine."""
         if self.ledger.is_routed(member.name):
             self.ledger.withdraw_engine(member.name)
 
     def remove_engine(self, member: Member) -> None:
-        """Forgets an engine whose requests have moved."""
         if member.name in self.ledger.outstanding():
             self.ledger.remove_engine(member.name)
 
@@ -120,7 +117,6 @@ class Placement:
             self.cancel(moving.request)
 
     def open_requests(self) -> int:
-        """The number of open requests: on an engine, or waiting for one."""
         return len(self._open)
 
     def state(self) -> dict[str, Any]:
@@ -158,7 +154,6 @@ class Placement:
         return self.ledger.least_outstanding(avoid)
 
     async def _pump(self, moving: MovingRequest, entry: Entry, member: Member, generation: Generation) -> None:
-        """Takes the segments that the engine delivers; is cancelled when the request leaves the engine."""
         try:
             async for segment in generation:
                 if fault := find_fault(segment, moving.lowest_version, member.highest_version, moving.room_tokens):
@@ -207,7 +202,6 @@ class Placement:
         moving.end(reason)
 
     def _detach(self, moving: MovingRequest) -> None:
-        """Takes the request from its engine; does nothing if no engine has it."""
         if moving.entry is None:
             return
         assert moving.pump is not None
@@ -347,15 +341,12 @@ class ServerPool:
         """
         begun_s = self._clock.now()
         end_s, few_s = begun_s + deadline_s, begun_s + patience_s
-        while (serving := self._count_serving()) < count and not stop.is_set():
+        while (serving := sum(one.state == 'serving' for one in self._members.values())) < count and not stop.is_set():
             now_s = self._clock.now()
             if now_s >= end_s or (serving and now_s >= few_s):
                 break
             await self._clock.wait(stop, min(_LOOK_S, end_s - now_s))
         return serving
-
-    def _count_serving(self) -> int:
-        return sum(member.state == 'serving' for member in self._members.values())
 
     def states(self) -> dict[str, str]:
         return {name: member.state for name, member in self._members.items()}
@@ -533,7 +524,6 @@ async def _act_on_each(
     act: Callable[[Member], Coroutine[object, object, None]],
     deadline_s: float | None = None,
 ) -> None:
-    """Runs `act` on all members at the same time; returns when all are done, or at the deadline."""
     done, left = clock.event(f'{action} of every engine'), len(members)
 
     async def run(member: Member) -> None:

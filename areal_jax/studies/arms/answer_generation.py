@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.control.frictions import CONSTANT, LOGPROBS, TEMPERATURE, Frictions
-from areal_jax.models.attention import packed_rows_attention
+from areal_jax.models.attention.backends import packed_rows_attention
 from areal_jax.models.decoder import Attend
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.decode_rows import Array

@@ -25,7 +25,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.control.frictions import Frictions
 from areal_jax.control.lock_step import Schedule
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
-from areal_jax.learning.optimizer.optimizer import BRAKES, mean_step_metrics
+from areal_jax.learning.optimizer import BRAKES, mean_step_metrics
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.decode.decode_rows import Array
 from areal_jax.studies.arms.answer_generation import Answers, draw_faults, generate, take

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.brakes import effective_sample_size
 from areal_jax.learning.objective.advantages import SAMPLE_FLOOR, STD_FLOOR, WHITEN_FLOOR
 from areal_jax.learning.objective.objective import LossTokens
 from areal_jax.learning.objective.policy_loss import (
@@ -28,7 +27,8 @@ from areal_jax.learning.objective.policy_loss import (
     recomputed_logprobs,
 )
 from areal_jax.learning.objective.ratios import masked_sum
-from areal_jax.learning.optimizer.optimizer import BRAKES
+from areal_jax.learning.optimizer import BRAKES
+from areal_jax.learning.settings import effective_sample_size
 from areal_jax.models.decoder import Attend
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.studies.arms.answer_generation import Answers, Faults, count_faults, disturb_answers, disturb_right
@@ -316,7 +316,7 @@ def _step(
 
 
 def _sample_size(setting: Setting, logprobs: jax.Array, rows: Rows) -> jax.Array:
-    """The sequence effective sample size (brakes.py) of a minibatch, whose answers have equal lengths."""
+    """The sequence effective sample size (settings.py) of a minibatch, whose answers have equal lengths."""
     by_answer = lambda x: x.reshape(-1, setting.answer_tokens)
     logs = by_answer(logprobs - rows['behavior_logprobs']).sum(axis=-1)
     return effective_sample_size(logs, by_answer(rows['loss_mask'])[:, 0])

@@ -16,9 +16,9 @@ from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.config import TrackedConfig
 from areal_jax.config.objectives import build_choices
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.policy_loss import KINDS
-from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.settings import Brake
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.decode_rows import Array
 from areal_jax.studies.arms.arm import ADVANTAGES, Arm

@@ -158,7 +158,7 @@ class Marked(NamedTuple):
 def final_text(text: str) -> str | None:
     """The final answer as it is written, without blanks and marks around it; None for a text of blanks."""
     text = without_thoughts(text)
-    found = last_marked(text) or _last_line(text)
+    found = last_marked(text) or text.rstrip().rpartition('\n')[2].strip()
     return unwrap(found) if found else None
 
 
@@ -281,7 +281,6 @@ def _clean_line(before: str, line: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """The text in lower case, with every character in its place."""
     lower = text.lower()
     return lower if len(lower) == len(text) else ''.join(c.lower() if c.isascii() else c for c in text)
 
@@ -291,8 +290,3 @@ def _first_line(text: str, start: int) -> tuple[str, int]:
     rest = text[start:].lstrip()
     line, _, after = rest.partition('\n')
     return line.strip(), len(text) - len(after)
-
-
-def _last_line(text: str) -> str | None:
-    """The last line that is not blank; None without any."""
-    return text.rstrip().rpartition('\n')[2].strip() or None

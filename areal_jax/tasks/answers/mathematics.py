@@ -122,7 +122,6 @@ def _read_power(reduced: str) -> Fraction | None:
 
 
 def _read_words(text: str) -> str | None:
-    """The text with single blanks, if it consists of words; else None."""
     text = unwrap(_FONT.sub(r'\1', text)).removesuffix('.')
     if not _WORDS.fullmatch(text):
         return None
@@ -300,7 +299,6 @@ def _package() -> types.ModuleType:
 
 
 def _parse_latex(text: str) -> Any:
-    """Parses a text; raises the parser's error if the whole text is not an expression."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
@@ -312,7 +310,6 @@ def _parse_latex(text: str) -> Any:
 
 
 def _with_fractions(expression: Any) -> Any:
-    """The expression with its decimals as fractions, except decimals with too large an exponent."""
     import sympy
 
     if not hasattr(expression, 'atoms'):
@@ -351,7 +348,6 @@ def _differ_as_constants(gold: Any, answer: Any) -> bool:
     return abs(left - right) > _TOLERANCE * max(abs(left), abs(right))
 
 
-READS = 'mathematics'  # what a gold must hold, for error messages
 _GOLDS_KEPT = 4096  # gold answers that a worker remembers as read and parsed
 
 

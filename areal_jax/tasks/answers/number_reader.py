@@ -65,7 +65,6 @@ def is_word(letters: str) -> bool:
 
 
 def is_unit(letters: str) -> bool:
-    """Whether the letters are a unit of the lists above."""
     return letters in _LETTER_UNITS if len(letters) == 1 else letters.lower() in _UNITS
 
 
@@ -213,7 +212,8 @@ def _read_with_suffix(text: str) -> Numeral | None:
     if (groups := _BLANK_GROUPS.match(text.lstrip('+-'))) is not None:
         text = text.replace(groups[1], groups[1].replace(' ', ''), 1)  # '12 345', as LaTeX shows it
     text = text.removeprefix('+') if text.startswith('+-') else text
-    match = _NUMBER.match(_without_currency(text))
+    # '-€5' and '€-5' are -5; '5€' keeps its sign after the numeral
+    match = _NUMBER.match(re.sub(rf'^([-+]?)\s*[{_CURRENCY}]\s*', r'\1', text))
     if match is None:
         return None
     numeral, rest = _read_match(match), match.string[match.end() :]
@@ -240,11 +240,6 @@ def _read_behind_words(text: str) -> Numeral | None:
     if not all(is_word(run) or is_unit(run) for run in letters):
         return None
     return _read_with_suffix(text[start:]) if letters else None
-
-
-def _without_currency(text: str) -> str:
-    """Writes '-€5' and '€-5' as '-5'; '5€' keeps its sign after the numeral."""
-    return re.sub(rf'^([-+]?)\s*[{_CURRENCY}]\s*', r'\1', text)
 
 
 def _changes_nothing(rest: str) -> bool:

@@ -86,7 +86,6 @@ def _load(code: str, entry_point: str) -> tuple[object, Failure | None]:
 
 
 def _execute(code: str, name: str) -> dict[str, object]:
-    """Runs the code as the module `name`, and returns its names. Raises _FailedError."""
     sys.setrecursionlimit(_STACK_FRAMES)
     module = sys.modules[name] = types.ModuleType(name)  # where dataclasses and pickle look for it
     try:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_jax.tasks.code.agreement import outputs_agree
 from areal_jax.tasks.code.answer_program import Failure
-from areal_jax.tasks.code.checks_program import GONE
+from areal_jax.tasks.code.checks_program import GONE, outputs_agree
 from areal_jax.tasks.code.program_run import (
     PRELOADED,
     PROGRAM,
@@ -72,7 +71,7 @@ class Judge:
         """Runs the code against the tests.
 
         Args:
-          problem: a problem of code_problems.py: entry_point, setup, test, time_limit_s, memory_limit_mb.
+          problem: a problem of code_task.py: entry_point, setup, test, time_limit_s, memory_limit_mb.
           tests: the problem's tests or hidden tests; [] = its `test`.
           is_partial: whether to run the tests after a failure, as far as there is time.
           whole: the time of the whole check; None = as the problem's limit allows.
@@ -82,19 +81,17 @@ class Judge:
         start_s, whole = time.monotonic(), whole or CheckTime()
         check = self._check_function if problem['entry_point'] else self._check_programs
         outcomes, cpu_s = check(problem, code, tests, is_partial, whole)
-        failed = [outcome for outcome in outcomes if outcome[0] != 'ok']
+        failed = [outcome for outcome in outcomes if outcomes[-1][0] != 'ok']
         label, reason = failed[0] if failed else _OK
         passed = len(outcomes) - len(failed)
         share = passed / max(len(tests), 1)
         return Judgement(label, share, reason, cpu_s, time.monotonic() - start_s)
 
     def close(self) -> None:
-        """Ends the server of the children."""
         self._children.close()
 
     @property
     def server_pid(self) -> int:
-        """The pid of the server of the children."""
         return self._children.pid
 
     def _check_function(
@@ -124,19 +121,13 @@ class Judge:
     ) -> tuple[list[Failure], float]:
         outcomes, total_s = [], 0.0
         for test in tests:
-            outcome, cpu_s = self._run_program(problem, code, test, whole)
-            outcomes.append(outcome)
-            total_s += cpu_s
-            if outcome[0] != 'ok' and (not is_partial or whole.left_s <= 0):
+            given = test['input'].encode(errors='surrogatepass')
+            end = run_program(self._children, code, given, _limits(problem), whole)
+            outcomes.append(_judge_output(end, test['output']))
+            total_s += end.cpu_s
+            if outcomes[-1][0] != 'ok' and (not is_partial or whole.left_s <= 0):
                 break
         return outcomes, total_s
-
-    def _run_program(
-        self, problem: Mapping[str, Any], code: str, test: Mapping[str, str], whole: CheckTime
-    ) -> tuple[Failure, float]:
-        given = test['input'].encode(errors='surrogatepass')
-        end = run_program(self._children, code, given, _limits(problem), whole)
-        return _judge_output(end, test['output']), end.cpu_s
 
 
 def _limits(problem: Mapping[str, Any]) -> ProgramLimits:
@@ -144,7 +135,6 @@ def _limits(problem: Mapping[str, Any]) -> ProgramLimits:
 
 
 def _read_outcomes(told: bytes, late: str, ended: Sequence[Ended], problem: Mapping[str, Any]) -> list[Failure]:
-    """The outcome of each test that ran. Raises ServerLostError if the tests' own process failed."""
     lines = [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b'\n')]
     outcomes: list[Failure] = [(line[0], line[1]) for line in lines if line]
     if ended[0].is_over and [] in lines and all(label == 'ok' for label, _ in outcomes):

@@ -94,10 +94,6 @@ def _read_pairs(content: Any, depth: int) -> dict[object, object]:
     return {_from_tree(key, depth): _from_tree(item, depth) for key, item in content}
 
 
-def _read_deque(content: Any, depth: int) -> collections.deque[object]:
-    return collections.deque(_read_items(content[0], depth), content[1])
-
-
 _TO_TREE: dict[type, tuple[str, Callable[[Any, int], object]]] = {
     int: ('int', lambda value, depth: hex(value)),
     tuple: ('tuple', _list_items),
@@ -123,7 +119,7 @@ _FROM_TREE: dict[str, Callable[[Any, int], object]] = {
     'dict': _read_pairs,
     'ordered': lambda content, depth: collections.OrderedDict(_read_pairs(content, depth)),
     'counter': lambda content, depth: collections.Counter(_read_pairs(content, depth)),
-    'deque': _read_deque,
+    'deque': lambda content, depth: collections.deque(_read_items(content[0], depth), content[1]),
     'bytes': lambda content, depth: bytes.fromhex(content),
     'bytearray': lambda content, depth: bytearray.fromhex(content),
     'complex': lambda content, depth: complex(*content),
@@ -203,7 +199,6 @@ def _read(link: int, length: int) -> bytes:
 
 
 def label_error(error: BaseException) -> str:
-    """The label of an exception of the tested code."""
     if isinstance(error, MemoryError):
         return 'memory_limit'
     if isinstance(error, OSError) and error.errno in _REFUSED:

@@ -61,7 +61,7 @@ def score_answer(
 ) -> Score:
     """The reward of one answer, with its label.
 
-    `episode`: for a scorer with a parameter of that name (scorer_process.takes_episode); None = no such parameter.
+    `episode`: for a scorer with a parameter of that name (worker.takes_episode); None = no such parameter.
     Raises ScoringError if the scorer raises anything, SystemExit included, or if `to_reward` refuses its value.
     KeyboardInterrupt, which with inline scoring is the user's Ctrl-C, and MachineFaultError are raised again.
     """

@@ -32,7 +32,7 @@ from areal_jax.tasks.scoring.score_call import (
     shorten_reason,
     to_reward,
 )
-from areal_jax.tasks.scoring.scorer_process import DescribeEpisode, complete_episode, takes_episode
+from areal_jax.tasks.scoring.worker import DescribeEpisode, complete_episode, takes_episode
 from areal_jax.tasks.task import Problem, Scorer, TaskError, hash_fraction
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
@@ -175,21 +175,12 @@ class InlineVerifier:
     async def verify(
         self,
         prompt: Prompt,
-        answer_tokens: np.ndarray,
+        answer: np.ndarray | str,
         finish_reason: FinishReason,
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
-        """Returns the verdict on one answer; its label is 'error' if the scorer raises or returns no reward."""
-        return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
-
-    async def verify_text(
-        self,
-        prompt: Prompt,
-        text: str,
-        finish_reason: FinishReason,
-        describe_episode: DescribeEpisode | None = None,
-    ) -> Verdict:
-        """Returns the verdict on an answer that is given as text."""
+        """Returns the verdict on an answer (tokens or a text); 'error' if the scorer raises or returns no reward."""
+        text = answer if isinstance(answer, str) else self._decode(answer)
         problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
         episode = None
         if takes_episode(self._score):
@@ -243,10 +234,10 @@ class ProcessVerifier:
     again, `attempts` times at most. If the scorer raises or returns no reward ('error'), it would do so again, so there
     is no further attempt.
 
-    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
+    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see worker.limit_memory. `audit`
     compares a share of the scored answers a second time, which changes no reward. The answer of each of `references`
     must be scored 'ok' at the start. `with_episode`: the scorer has a parameter `episode`
-    (scorer_process.takes_episode).
+    (worker.takes_episode).
     """
 
     def __init__(
@@ -336,21 +327,12 @@ class ProcessVerifier:
     async def verify(
         self,
         prompt: Prompt,
-        answer_tokens: np.ndarray,
+        answer: np.ndarray | str,
         finish_reason: FinishReason,
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
-        """Returns the verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
-        return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
-
-    async def verify_text(
-        self,
-        prompt: Prompt,
-        text: str,
-        finish_reason: FinishReason,
-        describe_episode: DescribeEpisode | None = None,
-    ) -> Verdict:
-        """Returns the verdict on an answer that is given as text."""
+        """Returns the verdict on an answer (tokens or a text). The reward 0 of a failed one is not a score."""
+        text = answer if isinstance(answer, str) else self._decode(answer)
         request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
         if self._with_episode:
             request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
@@ -384,7 +366,6 @@ class ProcessVerifier:
             raise _trial_failed(self._scorer, error) from error
 
     def _require_references(self, worker: WorkerProcess) -> None:
-        """Raises TaskError for a problem whose reference answer is not scored as right."""
         print(f'checking {len(self._references)} reference solutions', flush=True)
         for problem in self._references:
             request = {'draw': 0, 'problem': dict(problem), 'text': problem['answer'], 'finish_reason': 'stop'}

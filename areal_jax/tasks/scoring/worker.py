@@ -4,8 +4,12 @@
 
 Started by workers/worker_process.py, with which it exchanges lines of JSON over stdin and stdout. A worker is two
 processes. This one runs no code of the scorer: it relays the lines, limits what the scorer prints, and at its end kills
-every process that the scorer started. Its child (tasks/scoring/scorer_process.py) runs the scorer in a new session, and
-describes the format of the lines; this process adds {"crash": "reason"} when the child has ended.
+every process that the scorer started. Its child runs the scorer in a new session, see `serve`. First line out:
+{"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...}, one line out:
+{"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer that could not be
+judged. A reward comes with "label" unless it is 'ok', and with "reason", "cpu_s", "wall_s" if known. A scorer with a
+parameter `episode` gets "episode" of the line, {"messages": ...}. This process adds {"crash": "reason"} when the child
+has ended.
 
 When stdin closes, the worker finishes the requests that it has received. When stdout closes too, or the parent dies, it
 ends at once.
@@ -14,19 +18,155 @@ ends at once.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import json
 import os
+import resource
 import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-from areal_jax.tasks.scoring.scorer_process import serve
+from areal_jax.files import JsonObject
+from areal_jax.plugins import load_function, load_module
+from areal_jax.tasks.scoring.score_call import MEASURED, MachineFaultError, ScoringError, describe_error, score_answer
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
-from areal_jax.workers.sandbox.confinement import CONFINING
+from areal_jax.workers.sandbox.confinement import CONFINING, choose_confinement, confine
+from areal_jax.workers.sandbox.landlock import list_installed
 from areal_jax.workers.worker_process import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE, name_signal
+
+if TYPE_CHECKING:
+    from areal_jax.tasks.task import Scorer
+
+DescribeEpisode = Callable[[], JsonObject]  # control/episode.py
+
+
+def takes_episode(score: Callable[..., object]) -> bool:
+    """Whether the scorer has a parameter `episode`."""
+    try:
+        parameter = inspect.signature(score).parameters.get('episode')
+    except (TypeError, ValueError):  # a function of C without a signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def complete_episode(
+    found: JsonObject, problem: Mapping[str, object], read_prompt: Callable[[], str], text: str, finish_reason: str
+) -> JsonObject:
+    """Returns `found`; if no program has made calls, with a conversation of one question and the answer.
+
+    Args:
+      found: of control/episode.py; {} = one turn.
+      read_prompt: returns the text of the prompt; called if the problem has no text `question`.
+      text: of the answer.
+    """
+    if found.get('messages'):
+        return found
+    question = problem.get('question')
+    asked = question if isinstance(question, str) else read_prompt()
+    messages = [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': text}]
+    one_turn = {'label': finish_reason, 'turns': 1, 'tools': []}
+    return {**one_turn, **found, 'messages': messages, 'conversations': [messages]}
+
+
+def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, readable: Sequence[str] = ()) -> None:
+    """Loads the scorer, then scores until `requests` is closed. Raises SandboxError and errors of loading the scorer.
+
+    Args:
+      scorer: 'module:function' or '/path/to/file.py:function'.
+      memory_mb: see `limit_memory`.
+      requests, replies: file descriptors, inherited by no child process.
+      level: of the sandbox in which it scores, but is not loaded; 'none' = it has the rights of the user. If the
+        scorer's module has `start_sandbox`, that gets level and `readable`; the scorer confines the code that it runs,
+        and is not confined itself.
+      readable: files and folders of packages that answers to such a scorer can import; any other scorer can read all
+        that is installed except problems with solutions.
+    """
+    limit_memory(memory_mb)
+    own_pid = os.getpid()
+    # A forked child that returns from the scorer must not answer a second time, nor take the next request.
+    os.register_at_fork(after_in_child=lambda: _close_quietly(requests, replies))
+    # Line buffering shows the output of a scorer that hangs. backslashreplace lets it print lone surrogates.
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
+    score = load_scorer(scorer)
+    _end_fork(own_pid)
+    start_sandbox = getattr(load_module(scorer, 'scorer'), 'start_sandbox', None)
+    if start_sandbox:
+        start_sandbox(level, readable)
+    elif level in CONFINING:
+        confine(choose_confinement(0, level, list_installed()))  # limit_memory bounds the heap
+    write_whole(replies, b'{"ready": true}\n')
+    with os.fdopen(requests, 'rb', closefd=False) as lines:
+        for line in lines:
+            reply = reply_to(score, line)
+            _end_fork(own_pid)
+            for stream in (sys.stdout, sys.stderr):  # a scorer may have closed or replaced them
+                with contextlib.suppress(Exception, SystemExit):
+                    stream.flush()
+            write_whole(replies, json.dumps(reply).encode() + b'\n')
+
+
+def load_scorer(spec: str) -> Scorer:
+    """Loads the function by plugins.load_function, and warms it up if its module has a `warm_up`."""
+    score = cast('Scorer', load_function(spec, 'scorer'))
+    getattr(load_module(spec, 'scorer'), 'warm_up', lambda: None)()
+    return score
+
+
+def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
+    """Returns the reply to one request. An exception of the scorer becomes a reply with `error`."""
+    reply: dict[str, object] = {}
+    try:
+        request = json.loads(line)
+        reply['id'] = request.get('id')
+        episode = request.get('episode') if takes_episode(score) else None
+        scored = score_answer(score, request['problem'], request['text'], request['finish_reason'], episode)
+        reply['reward'] = float(scored)
+        if scored.label != 'ok':
+            reply['label'] = scored.label
+        reply |= {name: value for name in MEASURED if (value := getattr(scored, name))}
+    except ScoringError as error:
+        reply['error'] = str(error)
+    except MachineFaultError as error:
+        reply['fault'] = describe_error(error)
+    except (Exception, KeyboardInterrupt) as error:
+        reply['error'] = describe_error(error)
+    return reply
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Bounds the heap and the private mappings of this process and of each child (RLIMIT_DATA), in MiB; 0 = no bound.
+
+    The address space (RLIMIT_AS) is not bounded: allocators and BLAS libraries reserve far more of it than they use.
+    Memory shared between processes is not counted; the stack of a thread is, with its full 8 MiB.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump of a crashed scorer: it takes seconds to write
+    if memory_mb:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        bound = memory_mb * 2**20 if hard == resource.RLIM_INFINITY else min(memory_mb * 2**20, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Writes all of `data` to a blocking descriptor."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _end_fork(own_pid: int) -> None:
+    if os.getpid() != own_pid:
+        os._exit(0)
+
+
+def _close_quietly(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
 
 _GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
 _EXIT_S = 0.2  # between the closing of a process's pipes and its end
@@ -171,14 +311,11 @@ class _Worker:
                 self._output.end('between two answers')
                 self._to_parent += chunk
             else:
-                self._find_out_why_closed()
-
-    def _find_out_why_closed(self) -> None:
-        end_s = time.monotonic() + _EXIT_S
-        while not self._death and time.monotonic() < end_s:
-            self._reap()
-            time.sleep(0.002)
-        self._death = self._death or 'the scorer closed the pipe on which its worker answers'
+                end_s = time.monotonic() + _EXIT_S
+                while not self._death and time.monotonic() < end_s:
+                    self._reap()
+                    time.sleep(0.002)
+                self._death = self._death or 'the scorer closed the pipe on which its worker answers'
 
     def _reap(self) -> bool:
         """Reaps every child that has ended, the scorer's process and adopted orphans; False if no child is left."""
@@ -187,14 +324,11 @@ class _Worker:
                 if ended[0] == self._pid:
                     self._exit_code = os.waitstatus_to_exitcode(ended[1])
                     self._death = self._death or _describe_end(self._exit_code)
-                    self._read_last_replies()
+                    with contextlib.suppress(BlockingIOError):
+                        self._to_parent += os.read(self._replies, _CHUNK_BYTES)
         except ChildProcessError:
             return False
         return True
-
-    def _read_last_replies(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._to_parent += os.read(self._replies, _CHUNK_BYTES)
 
     def _write(self, descriptor: int, data: bytearray) -> None:
         try:
@@ -249,7 +383,6 @@ def _start_scorer(
 
 
 def _notice_ended_children() -> int:
-    """Returns a descriptor that becomes readable when a child ends."""
     noticed, wake_up = os.pipe()
     for descriptor in (noticed, wake_up):
         os.set_blocking(descriptor, False)
@@ -259,7 +392,6 @@ def _notice_ended_children() -> int:
 
 
 def _label(requests: bytes) -> str:
-    """The heading of the output of the last of these requests: 'for draw 5'."""
     with contextlib.suppress(ValueError, LookupError, TypeError):
         request = json.loads(requests.rpartition(b'\n')[2])
         return f'for draw {request["draw"]}'

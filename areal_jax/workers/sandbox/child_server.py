@@ -66,8 +66,6 @@ _Message = dict  # of JSON
 
 @dataclasses.dataclass
 class _Order:
-    """The setup of one child: made before the first fork, since all work of a fork copies pages."""
-
     function: Callable[..., object]
     handed: list[int]  # descriptors that the function gets
     streams: list[int | None]  # stdin and stdout; None = the null device
@@ -178,7 +176,6 @@ class _Server:
             child.cpu_s, child.is_over = used.cpu_s - self._before.cpu_s, used.kills > self._before.kills
 
     def _count_own(self) -> None:
-        """Counts the user's threads anew: the run may have more now, and they count in the limit of its children."""
         if self._confinement.uid is None and time.monotonic() - self._counted_s > _COUNT_S:
             self._own_processes, self._counted_s = count_own(), time.monotonic()
             if self._prepared:

@@ -124,7 +124,6 @@ class ConfinedChildren:
         return found
 
     def close(self) -> None:
-        """Ends the server and its children."""
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REPLY_S)
@@ -133,7 +132,6 @@ class ConfinedChildren:
 
     @property
     def pid(self) -> int:
-        """The pid of the server."""
         return self._process.pid
 
     def _ask(self, message: JsonObject, descriptors: Sequence[int] = ()) -> JsonObject:

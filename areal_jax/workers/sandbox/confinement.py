@@ -131,7 +131,6 @@ def build(machine: str) -> Iterator[_Fields]:
 
 
 def _list_spans(machine: str) -> list[tuple[int, _Rule]]:
-    """Spans of consecutive calls with the same rule: (first number, rule). The first span begins at 0."""
     column = list(MACHINES).index(machine)
     rules = {numbers[column]: _RULES.get(name, _ALLOWED) for name, numbers in ALLOWED.items()}
     known = {number: rule for number, rule in rules.items() if number is not None}
@@ -360,7 +359,6 @@ def count_own() -> int:
 
 
 def _name_users(process: str = 'self') -> str:
-    """The user namespace of a process; '' for the machine's. Raises OSError for a process of another user."""
     found = os.readlink(f'/proc/{process}/ns/user')
     return '' if found == _USERS_OF_MACHINE else found
 
@@ -409,7 +407,6 @@ def has_own_processes(wrapped: Sequence[str]) -> bool:
 
 @functools.cache
 def _find_prefix(path: str) -> tuple[str, ...]:
-    """The words before the command, with which bwrap has worked here once; `path` is the PATH."""
     program = shutil.which(PROGRAM, path=path)
     if program is None:
         raise SandboxError(

@@ -153,7 +153,6 @@ def find_files(mounts: str = '/proc/self/mountinfo', groups: str = '/proc/self/c
 
 
 def _read_mounts(text: str) -> Iterator[tuple[str, Sequence[str], str, str]]:
-    """Yields kind, controllers, mounted group and mount point of each hierarchy."""
     for line in text.splitlines():
         fields, _, rest = line.partition(' - ')
         kind, _, options = rest.split(' ', 2)
@@ -163,7 +162,6 @@ def _read_mounts(text: str) -> Iterator[tuple[str, Sequence[str], str, str]]:
 
 
 def _read_groups(text: str) -> dict[str, str]:
-    """The group of this process by controller; '' is version 2."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         _, controllers, path = line.split(':', 2)
@@ -172,7 +170,6 @@ def _read_groups(text: str) -> dict[str, str]:
 
 
 def _list_above(point: str, root: str, own: str) -> Iterator[str]:
-    """Yields the folder of the group and the folders above it, as far as they are mounted."""
     inside = os.path.relpath(own, root)
     if '..' in (own.split('/')[1], inside[:2]):  # outside of the mounted part, or of the namespace
         return
@@ -218,17 +215,13 @@ def _remove(folder: str) -> None:
         except OSError:
             if time.monotonic() > end_s:
                 return
-            _kill(folder)
+            with contextlib.suppress(OSError, ValueError), open(f'{folder}/cgroup.procs', 'rb') as file:
+                for pid in map(int, file.read().split()):
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.002)
         else:
             return
-
-
-def _kill(folder: str) -> None:
-    with contextlib.suppress(OSError, ValueError), open(f'{folder}/cgroup.procs', 'rb') as file:
-        for pid in map(int, file.read().split()):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _write(file: str, value: int) -> None:
@@ -349,7 +342,6 @@ def list_session(server: int, leader: int) -> Iterator[tuple[int, list[bytes]]]:
 
 
 def _list_children(pid: int) -> list[int]:
-    """The children of all threads of a process."""
     try:
         threads = os.listdir(f'/proc/{pid}/task')
     except OSError:

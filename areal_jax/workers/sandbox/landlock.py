@@ -202,7 +202,6 @@ def _has_packages(folder: str) -> bool:
 
 
 def _find_folders_of_packages(folder: str) -> Iterator[str]:
-    """Yields package folders of the Python with this library folder, or of each one below; `folder` may hold a '*'."""
     for name in _OF_PACKAGES:
         yield os.path.join(folder, name)
         yield from glob.glob(f'{folder}/python*/{name}')

@@ -88,7 +88,6 @@ def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
 
 
 def _list_module(name: str) -> Iterator[str]:
-    """Yields the folders, or the file, of a module that no distribution lists."""
     try:
         found = importlib.util.find_spec(name) if name.isidentifier() else None
     except ValueError:  # it has been imported from nowhere

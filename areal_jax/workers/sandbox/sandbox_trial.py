@@ -216,18 +216,8 @@ def _find_namespaces() -> dict[str, int]:
     return {name: os.stat(f'{folder}/{name}').st_ino for name in NAMESPACES} if os.path.isdir(folder) else {}
 
 
-def _read_password_file() -> None:
-    with open('/etc/passwd', 'rb') as file:
-        file.read(1)
-
-
-def _read_solutions() -> None:
-    with open(FOLDER / 'tasks' / 'code' / 'family_table.py', 'rb') as file:
-        file.read(1)
-
-
-def _read_environment_of_parent() -> None:
-    with open(f'/proc/{os.getppid()}/environ', 'rb') as file:
+def _read_byte(path: str | os.PathLike[str]) -> None:
+    with open(path, 'rb') as file:
         file.read(1)
 
 
@@ -254,7 +244,6 @@ def _fork_many() -> None:
 
 
 def _import_more() -> None:
-    """Imports modules that this process has not imported yet, as confined code does."""
     try:
         for name in _NOT_PRELOADED:
             sys.modules.pop(name, None)
@@ -290,10 +279,10 @@ def _fork(in_child: Callable[[], object] = lambda: None) -> None:
 
 
 _ATTEMPTS: Mapping[str, Callable[[], object]] = {
-    'read a file of the system': _read_password_file,
+    'read a file of the system': lambda: _read_byte('/etc/passwd'),
     'list the root folder': lambda: os.listdir('/'),
-    'read a solution of generated problems': _read_solutions,
-    'read the environment of its parent': _read_environment_of_parent,
+    'read a solution of generated problems': lambda: _read_byte(FOLDER / 'tasks' / 'code' / 'function_families.py'),
+    'read the environment of its parent': lambda: _read_byte(f'/proc/{os.getppid()}/environ'),
     'write a temporary file': _write_temporary_file,
     'open a socket': lambda: socket.socket().close(),
     'signal its parent': lambda: os.kill(os.getppid(), 0),
@@ -309,7 +298,6 @@ _CONTROLS: Mapping[str, Callable[[], object]] = {
 
 
 def _run_confined(confinement: Confinement, controls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    """Runs the attempts in a confined child; returns the error of each attempt, '' = it passed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

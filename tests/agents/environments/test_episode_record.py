@@ -12,8 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from areal_jax.agents.environment_host import EnvironmentClient, WireError
-from areal_jax.agents.episode_record import EpisodeRecord, RecordError
+from areal_jax.agents.environment_host import EnvironmentClient, EpisodeRecord, RecordError, WireError
 from tests.changed_json import changed
 
 NODE = {

@@ -8,7 +8,7 @@ import aiohttp
 
 from areal_jax.agents.agent_workflow import AgentWorkflow, ProgramAgent
 from areal_jax.agents.dialogue import Budgets, Dialogue
-from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
+from areal_jax.agents.gateway import Gateway, GatewaySettings
 from areal_jax.agents.programs.program_host import Ending
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import ReplayClock

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from areal_jax.agents.dialogue import ProgramsError
-from areal_jax.agents.gateway.session import LEAST_LOGGED_BYTES
+from areal_jax.agents.gateway import LEAST_LOGGED_BYTES
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.types import NOT_GENERATED

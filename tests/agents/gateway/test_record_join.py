@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.agents.dialogue import Reply, Turn
-from areal_jax.agents.gateway.session import join_record
+from areal_jax.agents.gateway import join_record
 from areal_jax.agents.programs.program_host import SaidTurn
 from areal_jax.control.episode import Call
 from areal_jax.types import Segment

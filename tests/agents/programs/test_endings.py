@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.agents.programs.endings import describe_exit, find_secrets, hide_secrets
+from areal_jax.agents.programs.job_process import describe_exit, find_secrets, hide_secrets
 from areal_jax.agents.programs.program_supervisor import TAIL_BYTES
 
 KEY = 'sk-0123456789abcdef'

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from areal_jax.agents.programs import program_host
-from areal_jax.agents.programs.program_function import check_function
+from areal_jax.agents.programs.function_worker import check_function
 from areal_jax.agents.programs.program_host import Ending, FunctionHost, Job
 from areal_jax.errors import UserError
 from tests.agents.programs.loop_thread import LoopThread, is_alive, read_when_there, wait_for

@@ -11,8 +11,7 @@ from areal_jax.app.parts.engines import bind_fetch, place_of
 from areal_jax.config import TrackedConfig
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.files_channel import FilesChannel
-from areal_jax.rollout.decode.decode_weights import find_transposed
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, find_transposed
 from tests.app.small import small_config
 from tests.publication.bits16 import make_versions, open_channel
 from tests.publication.tiny import CONFIG, assert_bit_equal

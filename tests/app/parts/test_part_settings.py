@@ -14,9 +14,9 @@ from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_config import HfError
-from areal_jax.learning.packing.rows import BatchError
+from areal_jax.learning.packed_rows import BatchError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.tasks.registry import make_task
 from areal_jax.tasks.task import TaskError

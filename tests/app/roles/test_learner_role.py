@@ -20,7 +20,7 @@ from areal_jax.config import default_config
 from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
 from tests.tasks import hf_directory

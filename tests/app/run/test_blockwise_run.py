@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.learning.blockwise.block_learner import BlockLearner
+from areal_jax.learning.blockwise import BlockLearner
 from areal_jax.native.compiled_library import is_available
 from areal_jax.report.report import FILE
 from tests.app.small import SmallRun, call_after, equal

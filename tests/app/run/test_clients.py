@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from areal_jax.distributed.averages import AverageError
+from areal_jax.distributed.averaged_learner import AverageError
 from tests.app.small import SmallRun, equal, train_until_killed
 from tests.learning.blockwise.examples import leaves_of
 

@@ -11,7 +11,7 @@ from areal_jax import config as schema
 from areal_jax.app.library import build_run
 from areal_jax.config import validate
 from areal_jax.config.fields import ConfigError
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.telemetry.rollout_views import read_rollouts
 from tests.app.small import equal, to_host
 from tests.app.test_main_train import train

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from areal_jax.config.training import OptimizerSection
-from areal_jax.learning.blockwise.block_learner import BlockLearner
-from areal_jax.learning.blockwise.blocks import BlockOrder
+from areal_jax.learning.blockwise import BlockLearner, BlockOrder
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.sharding.rules import make_mesh, path_name
 from areal_jax.types import TrajectoryGroup

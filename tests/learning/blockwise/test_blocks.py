@@ -7,7 +7,7 @@ import pytest
 from areal_jax.config.declarations import choices
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import OptimizerSection
-from areal_jax.learning.blockwise.blocks import ORDERS, BlockOrder, cut_blocks, cyclic, shuffled
+from areal_jax.learning.blockwise import ORDERS, BlockOrder, cut_blocks, cyclic, shuffled
 
 
 def make_settings(**changes):

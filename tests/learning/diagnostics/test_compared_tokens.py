@@ -8,7 +8,7 @@ import pytest
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
 from areal_jax.learning.diagnostics.measurement import fate_metrics, inside_metrics
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import KnownTokens, StepResult
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.telemetry import names

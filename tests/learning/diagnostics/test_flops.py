@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.diagnostics.flops import attention_flops, matrix_flops, work_metrics
-from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning import weights as trees
+from areal_jax.learning.diagnostics.measurement import attention_flops, matrix_flops, work_metrics
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.models.weights import Lora, is_adapter
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.diagnostics.measurement import mismatch_metrics, quantization_metrics, useful_metrics
-from areal_jax.learning.packing.rows import PADDING
+from areal_jax.learning.packed_rows import PADDING
 from areal_jax.telemetry import names
 from areal_jax.types import PackedBatch
 

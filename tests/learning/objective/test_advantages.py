@@ -25,7 +25,7 @@ from areal_jax.learning.objective.advantages import (
 from areal_jax.learning.objective.counting import has_signal
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.packing import empty_batch
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import PackedBatch, TrajectoryGroup
 from tests.learning.examples import (

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, kept_mass_metrics, token_weights
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing import pack
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
 from tests.learning.test_learner import PARAMS, make_learner, make_weights

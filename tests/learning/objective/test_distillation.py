@@ -11,10 +11,10 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
 from areal_jax.learning.objective.objective import FORWARD_KL, REVERSE_KL
+from areal_jax.learning.objective.objectives import SampledDistillation, VocabularyDistillation
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 from tests.learning.objective.tokens import make_tokens

@@ -17,11 +17,10 @@ import pytest
 from areal_jax.config.objectives import OBJECTIVES, is_policy, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.counting import find_starts, token_weights
-from areal_jax.learning.objective.distillation import SampledDistillation
 from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, TEACHER
-from areal_jax.learning.objective.objectives import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective, SampledDistillation
 from areal_jax.learning.objective.policy_loss import keep_second_moment, kl_penalty
-from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.packing import empty_batch
 from tests.learning.objective.tokens import loss_of, make_tokens
 
 FAR = [sign * far for far in (19.0, 21.0, 30.0, 600.0) for sign in (1, -1)]

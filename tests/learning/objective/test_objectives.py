@@ -12,9 +12,9 @@ from areal_jax.errors import UserError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import RETURNS, VALUES, Objective, TokenAdvantages
 from areal_jax.learning.objective.objectives import load_objective, require_token_advantages
-from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.packing.packing import empty_batch
-from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, make_value_head
+from areal_jax.learning.optimizer import add_critic_optimizer
+from areal_jax.learning.packing import empty_batch
+from areal_jax.learning.weights import VALUE_HEAD, make_value_head
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 

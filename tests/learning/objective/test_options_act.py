@@ -20,7 +20,7 @@ from areal_jax.learning.objective.objective import (
     LossTokens,
 )
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.packing import empty_batch
 from tests.learning.examples import group
 from tests.learning.objective.anchor_set import BEHAVIOR, POLICY, PROXIMAL
 from tests.learning.objective.combinations import batch_of, draw_case, starts_of

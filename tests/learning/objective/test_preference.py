@@ -15,11 +15,10 @@ from areal_jax.config.loss import CriticSection
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import POLICY, REFERENCE, VALUES
-from areal_jax.learning.objective.preference import DirectPreference, RewardModel
-from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.packing.packing import empty_batch
-from areal_jax.learning.weights.finiteness import NonFiniteError
-from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD
+from areal_jax.learning.objective.objectives import DirectPreference, RewardModel
+from areal_jax.learning.optimizer import add_critic_optimizer
+from areal_jax.learning.packing import empty_batch
+from areal_jax.learning.weights import CRITIC, VALUE_HEAD, NonFiniteError
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, learner_settings, make_optimizer, tiny_decoder
 from tests.learning.objective.tokens import make_tokens

@@ -13,7 +13,7 @@ import pytest
 from areal_jax.learning.objective.counting import token_weights
 from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, LossTokens
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.objective.surrogates import SURROGATES
+from areal_jax.learning.objective.ratios import SURROGATES
 from tests.learning.objective.combinations import batch_of, draw_case, poison, starts_of
 from tests.learning.objective.plain_losses import Plain, Tokens, differentiate
 

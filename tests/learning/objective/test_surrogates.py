@@ -9,8 +9,7 @@ import pytest
 
 from areal_jax.config.policy_choices import SURROGATES as KINDS
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.ratios import bounded_exp
-from areal_jax.learning.objective.surrogates import SURROGATES, Surrogate, SurrogateInputs
+from areal_jax.learning.objective.ratios import SURROGATES, Surrogate, SurrogateInputs, bounded_exp
 
 _POLICY = np.array([-0.2, -1.5, -0.7, -3.0])
 _ADVANTAGES = np.array([1.0, -1.0, -0.3, 0.4])

@@ -11,7 +11,7 @@ import pytest
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.objective import REFERENCE, VALUES
 from areal_jax.learning.objective.objectives import PolicyObjective
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing import pack
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 from tests.learning.examples import fork_rows, random_groups
 from tests.learning.objective.test_advantages import learner_of

@@ -7,9 +7,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.learning.optimizer.directions import DIRECTIONS
+from areal_jax.learning.optimizer import DIRECTIONS
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import path_name
 from tests.learning.examples import make_optimizer

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.optimizer import quantized_moments as quantized
-from areal_jax.learning.optimizer.quantized_moments import MOMENT_DTYPES, block_size, scale_by_adam
+from areal_jax.learning import optimizer as quantized
+from areal_jax.learning.optimizer import MOMENT_DTYPES, block_size, scale_by_adam
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 quantize, dequantize = (jax.jit(f, static_argnames='signed') for f in (quantized.quantize, quantized.dequantize))

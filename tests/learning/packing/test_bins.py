@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.packing.packing import fit_capacities, pack_fewest_first, pack_first_fit, spread_remainder
+from areal_jax.learning.packing import fit_capacities, pack_fewest_first, pack_first_fit, spread_remainder
 
 _CAPACITY = (20, 7)
 _SIZES = st.lists(st.tuples(st.integers(0, _CAPACITY[0]), st.integers(0, _CAPACITY[1])), max_size=60)

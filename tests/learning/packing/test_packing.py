@@ -8,15 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.learning.objective.counting import token_weights
-from areal_jax.learning.packing.packing import (
-    FILLS,
-    count_tokens,
-    empty_batch,
-    next_token_form,
-    pack,
-    split_minibatches,
-)
-from areal_jax.learning.packing.rows import (
+from areal_jax.learning.packed_rows import (
     BatchError,
     CostCoefficients,
     RowShape,
@@ -24,6 +16,14 @@ from areal_jax.learning.packing.rows import (
     tail_bucket,
     tail_buckets,
     trim,
+)
+from areal_jax.learning.packing import (
+    FILLS,
+    count_tokens,
+    empty_batch,
+    next_token_form,
+    pack,
+    split_minibatches,
 )
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import fork_rows, group, random_groups, segment, trajectory

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.packing.rows import (
+from areal_jax.learning.packed_rows import (
     EMPTY,
     CostCoefficients,
     cost_coefficients,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.objective.objective import held_out_likelihood
-from areal_jax.learning.weights.finiteness import NonFiniteError, require_finite
+from areal_jax.learning.weights import NonFiniteError, require_finite
 from areal_jax.models.weights import TARGETS, Lora
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, random_groups

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.weights.interchange import HostCopies
+from areal_jax.learning.weights import HostCopies
 
 WEIGHTS = {'a': jnp.arange(6.0).reshape(2, 3), 'b': [jnp.ones(6), jnp.zeros((4, 4))]}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 
 T, N, K, D = 150, 4, 2, 8  # three blocks of 64 tokens, the last not full
 SCALE = 0.4

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from areal_jax.models.attention import (
+from areal_jax.models.attention import flash, pallas
+from areal_jax.models.attention.backends import (
     BACKENDS,
+    DENSE_BELOW_TOKENS,
     AttentionError,
     choose_implementation,
-    flash,
     packed_attention,
-    pallas,
     shares_prompts,
 )
-from areal_jax.models.attention.backends import DENSE_BELOW_TOKENS
 from areal_jax.models.attention.flash import RowIds, Setting
 from tests.models.attention.rows import PACKED, SCALE, SHARED, D, K, N, T, attend, tensors
 

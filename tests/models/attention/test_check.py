@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.models.attention import AttentionError, check, choose_checked, dense, flash, self_check
+from areal_jax.models.attention import check, dense, flash
+from areal_jax.models.attention.backends import AttentionError
+from areal_jax.models.attention.check import choose_checked, self_check
 from tests.models.attention.rows import INTERPRETED, runs_here
 
 

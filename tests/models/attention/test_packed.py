@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.models.attention import AttentionError, packed_attention, packed_rows_attention
+from areal_jax.models.attention.backends import AttentionError, packed_attention, packed_rows_attention
 from areal_jax.models.attention.flash import RowIds, stream_ids, visible_tiles, visits
 from tests.models.attention.rows import (
     INTERPRETED,

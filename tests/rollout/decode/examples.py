@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
 from areal_jax.types import GenerationRequest, SamplingParams

@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.decode.generate import weight_shardings
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_ahead
 

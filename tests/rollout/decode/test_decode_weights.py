@@ -5,7 +5,7 @@ import time
 import jax
 import numpy as np
 
-from areal_jax.rollout.decode.decode_weights import share_prepared
+from areal_jax.rollout.decode.jax_backend import share_prepared
 from areal_jax.types import PublishedWeights
 from tests.rollout.decode.examples import backend, build, weights
 

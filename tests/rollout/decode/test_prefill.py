@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
 from areal_jax.rollout.decode.attention.choose import NativeAttention

@@ -1,6 +1,6 @@
 import pytest
 
-from areal_jax.rollout.decode.prefill_buckets import derive_batches, share_batches, smallest_that_holds
+from areal_jax.rollout.decode.decode_rows import derive_batches, share_batches, smallest_that_holds
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.cache_table import CacheTable
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend

@@ -13,7 +13,7 @@ from areal_jax import columns
 from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.config.fields import ConfigError
 from areal_jax.models import experts, native_layers
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import share_backend
 from tests.rollout.decode import examples

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention.backends import packed_attention
 from tests.rollout.decode.examples import (
     DECODER,
     PARTLY_WINDOWED,

@@ -1,6 +1,6 @@
 """Records wait for their clients, once each, in so many bytes."""
 
-from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
+from areal_jax.rollout.jetstream.record import KeptRecords
 
 
 def test_a_record_is_taken_once():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from areal_jax.rollout.jetstream.server.result_columns import (
+from areal_jax.rollout.jetstream.server.relay import (
     FILLER,
     count_columns,
     drop_fillers,

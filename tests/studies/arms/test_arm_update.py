@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import CONTRASTS, ESTIMATORS, group_advantages
-from areal_jax.learning.packing.packing import split_minibatches
+from areal_jax.learning.packing import split_minibatches
 from areal_jax.studies.arms.arm_update import advantages, split_groups
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 

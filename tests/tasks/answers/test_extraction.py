@@ -2,8 +2,9 @@ import time
 
 import pytest
 
-from areal_jax.tasks.answers import exact, integer, mathematics, normalised, number
+from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.answers.extraction import final_text, last_boxed, marked_answers, unwrap, without_thoughts
+from areal_jax.tasks.answers.kinds import EXACT, INTEGER, NORMALISED, NUMBER
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ HOSTILE = [
 @pytest.mark.parametrize('text', HOSTILE, ids=lambda text: repr(text[:10]))
 def test_the_time_does_not_grow_with_the_square_of_the_text(text):
     # a search that is quadratic in 1e5 characters takes minutes
-    for final_answer in (number.final_answer, integer.final_answer, exact.final_answer, normalised.final_answer,
+    for final_answer in (NUMBER.final_answer, INTEGER.final_answer, EXACT.final_answer, NORMALISED.final_answer,
                          mathematics.normalise, mathematics.final_answer):  # fmt: skip
         start_s = time.process_time()
         final_answer(text)

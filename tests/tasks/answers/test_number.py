@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from areal_jax.tasks.answers import number
+from areal_jax.tasks.answers.kinds import NUMBER
 from areal_jax.tasks.answers.number_reader import read_answer, read_marked
 from areal_jax.tasks.scoring.score_call import score_answer
 
@@ -64,8 +64,8 @@ def test_a_marked_text_is_a_number_as_a_whole(text, value):
 
 
 def test_equal_are_equal_fractions():
-    assert number.read_gold('#### 0.50') == number.final_answer('1/2') == '1/2'
-    assert [number.score({'answer': '1/2'}, text, 'stop') for text in ('.5', '2/4', '0.5001', '50%')] == [1, 1, 0, 0]
-    assert number.score({'answer': '1/2'}, '.5', 'length') == 0.0
-    assert score_answer(number.score, {'answer': '1/2'}, 'a half', 'stop').label == 'unparsed'
-    assert number.final_answer('a half') == 'a half'
+    assert NUMBER.read_gold('#### 0.50') == NUMBER.final_answer('1/2') == '1/2'
+    assert [NUMBER.score({'answer': '1/2'}, text, 'stop') for text in ('.5', '2/4', '0.5001', '50%')] == [1, 1, 0, 0]
+    assert NUMBER.score({'answer': '1/2'}, '.5', 'length') == 0.0
+    assert score_answer(NUMBER.score, {'answer': '1/2'}, 'a half', 'stop').label == 'unparsed'
+    assert NUMBER.final_answer('a half') == 'a half'

@@ -2,13 +2,14 @@
 
 import pytest
 
-from areal_jax.tasks.answers import exact, mathematics, normalised
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.answers.kinds import EXACT, normalise
 
 
 def test_exact_means_every_character():
     texts = ('Paris', 'The answer is Paris.', '#### Paris', 'paris', 'Paris!', 'Paris, I think')
-    assert [exact.score({'answer': 'Paris'}, text, 'stop') for text in texts] == [1, 1, 1, 0, 0, 0]
-    assert exact.score({'answer': 'Paris'}, 'Paris', 'length') == 0.0
+    assert [EXACT.score({'answer': 'Paris'}, text, 'stop') for text in texts] == [1, 1, 1, 0, 0, 0]
+    assert EXACT.score({'answer': 'Paris'}, 'Paris', 'length') == 0.0
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_exact_means_every_character():
     ],
 )
 def test_equal_after_normalisation(a, b):
-    assert normalised.normalise(a) == normalised.normalise(b)
+    assert normalise(a) == normalise(b)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +36,12 @@ def test_equal_after_normalisation(a, b):
      ('(a)(b)', 'a)(b')],
 )  # fmt: skip
 def test_different_after_normalisation(a, b):
-    assert normalised.normalise(a) != normalised.normalise(b)
+    assert normalise(a) != normalise(b)
 
 
 @pytest.mark.parametrize('text', ['The  “(An) Apple”!', '((a))', '* the * the', 'x', '', '“”'])
 def test_a_normal_form_is_its_own_normal_form(text):
-    assert normalised.normalise(normalised.normalise(text)) == normalised.normalise(text)
+    assert normalise(normalise(text)) == normalise(text)
 
 
 @pytest.mark.parametrize(

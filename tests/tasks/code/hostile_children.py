@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_jax.labels import CODE
-from areal_jax.tasks.code.code_problems import complete_problem
+from areal_jax.tasks.code.code_task import complete_problem
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.tasks.scoring.score_call import REASON_CHARACTERS
 

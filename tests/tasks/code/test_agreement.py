@@ -12,7 +12,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from areal_jax.tasks.code.agreement import TOLERANCE, outputs_agree, values_agree
+from areal_jax.tasks.code.checks_program import TOLERANCE, outputs_agree, values_agree
 
 NAN, INF = math.nan, math.inf
 _JSON = st.recursive(

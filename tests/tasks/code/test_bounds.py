@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal_jax.tasks.code import code_problems
+from areal_jax.tasks.code import code_task
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.tasks.code.program_run import PROGRAM, ProgramLimits, run_program
 from areal_jax.workers.sandbox import confined_children
@@ -74,7 +74,7 @@ def judge(start):
 
 
 def ask(judge, body, time_s=20.0, memory_mb=128):
-    problem = code_problems.complete_problem({'question': '?', 'entry_point': 'f', 'tests': [[[1], 1]]}, 'here')
+    problem = code_task.complete_problem({'question': '?', 'entry_point': 'f', 'tests': [[[1], 1]]}, 'here')
     problem |= {'time_limit_s': time_s, 'memory_limit_mb': memory_mb}
     return judge.check(problem, f'{FORK}\ndef f(x):\n    {body}\n    return x\n', problem['tests'])
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from areal_jax.tasks.code import code_problems, program_run
+from areal_jax.tasks.code import code_task, program_run
 from areal_jax.tasks.code.program_run import PRELOADED, PROGRAM, CheckTime, ProgramLimits, ProgramTime, run_program
 from areal_jax.workers.sandbox import control_group
 from areal_jax.workers.sandbox.confined_children import ConfinedChildren, ServerLostError
@@ -59,7 +59,7 @@ def test_a_function_that_starves_its_tests_is_late(judge, monkeypatch):
     monkeypatch.setattr(program_run, 'STARVED_WALL', 1e6)
     body = 'fork(14, lambda: burn(1e9))\n    burn(1e9)'
     row = {'question': '?', 'entry_point': 'f', 'tests': [[[1], 1]], 'time_limit_s': 0.3}
-    problem = {'memory_limit_mb': 512, **code_problems.complete_problem(row, 'here')}
+    problem = {'memory_limit_mb': 512, **code_task.complete_problem(row, 'here')}
     found = judge.check(problem, f'{FORK}\ndef f(x):\n    {body}\n', problem['tests'])
     assert (found.label, found.share) == ('time_limit', 0.0), found
 
@@ -68,7 +68,7 @@ def test_a_function_that_starves_its_tests_is_late(judge, monkeypatch):
 def test_many_inputs_have_one_budget(judge):
     """Each input has less than its limit."""
     row = {'question': '?', 'time_limit_s': 1.0, 'tests': [{'input': str(n), 'output': str(n)} for n in range(200)]}
-    problem = {'memory_limit_mb': 512, **code_problems.complete_problem(row, 'here')}
+    problem = {'memory_limit_mb': 512, **code_task.complete_problem(row, 'here')}
     sleeping = 'import time\ntime.sleep(0.6)\nprint(input())'
     found = judge.check(problem, sleeping, problem['tests'], is_partial=True, whole=CheckTime(1.0))
     assert (found.label, found.reason) == ('time_limit', 'its whole check took more than 1 s')

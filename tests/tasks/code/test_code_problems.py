@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from areal_jax.tasks.code.code_problems import (
+from areal_jax.tasks.code.code_task import (
+    append_tests,
     complete_problem,
     list_human_eval,
     read_problems,
     require_time,
-    show_tests,
 )
 from areal_jax.tasks.task import TaskError
 
@@ -40,8 +40,8 @@ def test_a_prompt_is_asked_and_is_the_setup_of_the_tests():
 
 
 def test_tests_are_shown_as_asserts():
-    assert show_tests(complete_problem(FUNCTION, 'x')) == 'Twice.\nassert f(1) == 2\nassert f(0) == 0'
-    assert show_tests(complete_problem(PROGRAM, 'x')) == "Add.\ninput '1 2' gives '3'"
+    assert append_tests(complete_problem(FUNCTION, 'x')) == 'Twice.\nassert f(1) == 2\nassert f(0) == 0'
+    assert append_tests(complete_problem(PROGRAM, 'x')) == "Add.\ninput '1 2' gives '3'"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from areal_jax.tasks.code import family_table, function_families
+from areal_jax.tasks.code import function_families
+from areal_jax.tasks.code.family_parts import Arguments, draw_inputs
 from areal_jax.tasks.code.function_families import is_held_out, is_held_out_family, list_problems, load_function
-from areal_jax.tasks.code.function_inputs import Arguments, draw_inputs
 from areal_jax.text.file_tokenizers import GgufTokenizer
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -34,11 +34,13 @@ def passes(function, tests):
 
 def test_there_are_families_with_dozens_of_problems_each():
     sizes = {name: len(problems) for name, problems in by_family().items()}
-    assert len(sizes) == len(family_table.list_families()) >= 20
+    assert len(sizes) == len(function_families.list_families()) >= 20
     assert min(sizes.values()) >= 20
     assert max(sizes.values()) <= function_families.MOST_PROBLEMS
     # a problem is left out where another behaves alike or where six tests cannot tell it apart from all others
-    listed = {name: min(len(v), function_families.MOST_PROBLEMS) for name, v in family_table.list_families().items()}
+    listed = {
+        name: min(len(v), function_families.MOST_PROBLEMS) for name, v in function_families.list_families().items()
+    }
     assert sum(sizes.values()) > 0.9 * sum(listed.values())
 
 
@@ -73,7 +75,7 @@ def test_neither_a_constant_nor_an_argument_passes():
             assert not passes(lambda *arguments, index=index: arguments[index], tests), problem
 
 
-@pytest.mark.parametrize('name', family_table.list_families())
+@pytest.mark.parametrize('name', function_families.list_families())
 def test_no_other_reference_of_the_family_passes(name):
     family = by_family()[name]
     functions = [load_function(problem['solution']) for problem in family]
@@ -83,7 +85,7 @@ def test_no_other_reference_of_the_family_passes(name):
 
 def test_no_two_problems_behave_alike():
     """Also of different families, on inputs that chose no test."""
-    kinds = {v.question: v.inputs for variants in family_table.list_families().values() for v in variants}
+    kinds = {v.question: v.inputs for variants in function_families.list_families().values() for v in variants}
     drawn: dict[object, list[Arguments]] = {}
     rows = collections.defaultdict(list)
     for problem in list_problems():

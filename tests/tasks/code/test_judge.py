@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from areal_jax.tasks.code import code_problems
+from areal_jax.tasks.code import code_task
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.workers.sandbox.confined_children import ServerLostError
 from areal_jax.workers.sandbox.confinement import find_abi
@@ -37,7 +37,7 @@ def judge():
 
 
 def make_problem(**fields):
-    return LIMITS | code_problems.complete_problem(fields or SORTED, 'here')
+    return LIMITS | code_task.complete_problem(fields or SORTED, 'here')
 
 
 THIRD = make_problem(

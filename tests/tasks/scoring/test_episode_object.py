@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.tasks.scoring.score_call import score_answer
-from areal_jax.tasks.scoring.scorer_process import takes_episode
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, VerifierError
+from areal_jax.tasks.scoring.worker import takes_episode
 from areal_jax.types import Prompt
 from tests.tasks.fake_clock import FakeClock
 

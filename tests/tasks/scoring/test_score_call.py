@@ -17,8 +17,8 @@ from areal_jax.tasks.scoring.score_call import (
     score_answer,
     to_reward,
 )
-from areal_jax.tasks.scoring.scorer_process import reply_to
 from areal_jax.tasks.scoring.verifier import InlineVerifier
+from areal_jax.tasks.scoring.worker import reply_to
 from areal_jax.types import Prompt, Verdict
 from tests.tasks import hostile_scorers
 from tests.tasks.hostile_scorers import HOSTILE_SCORERS

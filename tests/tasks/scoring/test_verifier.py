@@ -348,7 +348,7 @@ def test_the_verdict_on_an_answer_that_failed_has_the_reason(make, do, reason):
 @pytest.mark.parametrize('with_workers', [False, True])
 def test_an_answer_may_be_given_as_text(make, with_workers):
     judge = make() if with_workers else InlineVerifier(bad_scorer.score, decode)
-    verdict = asyncio.run(judge.verify_text(make_prompt(do='length'), 'é' * 7, 'stop'))
+    verdict = asyncio.run(judge.verify(make_prompt(do='length'), 'é' * 7, 'stop'))
     assert verdict == asyncio.run(ask(judge, 'é' * 7, do='length')) == Verdict(7.0)
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from areal_jax.tasks.scoring.scorer_process import reply_to
+from areal_jax.tasks.scoring.worker import reply_to
 from tests.tasks.process_table import all_end, is_alive, read_pids
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -112,7 +112,7 @@ def test_scorer_that_cannot_be_loaded_ends_it_before_the_ready_line():
 
 def modules_of_a_worker(scorer: str, line: str) -> tuple[dict[str, float], set[str]]:
     program = (
-        f'import json, sys; from areal_jax.tasks.scoring.scorer_process import load_scorer, reply_to; '
+        f'import json, sys; from areal_jax.tasks.scoring.worker import load_scorer, reply_to; '
         f'score = load_scorer({scorer!r}); modules = sorted(sys.modules); '
         f'print(json.dumps([reply_to(score, {line.encode()!r}), modules]))'
     )

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention import AttentionError
+from areal_jax.models.attention.backends import AttentionError
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.loops import CacheAttention, GatherAttention, LayerCache, LoopAttention
-from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
-from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
+from areal_jax.rollout.decode.attention.pallas_kernels import PallasGpuAttention, PallasTpuAttention
 
 
 class NativeAttention:
@@ -168,7 +167,6 @@ def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
 
 
 def _capability(device: jax.Device) -> tuple[int, int] | None:
-    """Returns the compute capability of a CUDA device; None for others."""
     major, _, minor = str(getattr(device, 'compute_capability', '')).partition('.')
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 

@@ -28,9 +28,7 @@ class CacheAttention(Protocol):
     @property
     def name(self) -> str: ...
 
-    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
-        """Returns a layer of zeros."""
-        ...
+    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache: ...
 
     def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
         """Writes k, v [N, K, D] of token n at position offsets[n] of block blocks[n], int32 [N], in place."""
@@ -162,7 +160,6 @@ class LoopAttention:
 
 
 def _groups(rows: int) -> tuple[_Group, ...]:
-    """Splits `rows` into up to two groups of chunks, whose loops are independent and may run at the same time."""
     few = min(rows, 2 * _SMALL_CHUNK)
     groups = [_Group(0, few, _divisor(few, _SMALL_CHUNK))]
     if rows > few:

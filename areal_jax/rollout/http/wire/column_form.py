@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS, Column
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 
 UNKNOWN = -1  # in signed integers, instead of the column's fill value: not recorded
 

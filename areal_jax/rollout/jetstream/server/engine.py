@@ -14,8 +14,7 @@ from jetstream.core.utils.return_sample import ReturnSample
 from jetstream.engine import engine_api, tokenizer_api
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
-from areal_jax.rollout.jetstream.server.result_columns import count_columns, drop_fillers
+from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay, count_columns, drop_fillers
 
 _log = logging.getLogger('areal_jax.jetstream')
 
@@ -63,7 +62,6 @@ class RelayEngine(engine_api.Engine):
         self._relay.insert(prefix, slot)
 
     def generate(self, params: object, decode_state: None) -> tuple[None, engine_api.ResultTokens]:
-        """Waits for the next delivered dispatch and returns it."""
         try:
             data = self._relay.take_step()
         except Exception as error:

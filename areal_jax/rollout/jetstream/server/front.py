@@ -6,22 +6,164 @@ import asyncio
 import concurrent.futures
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import grpc
 from jetstream.core import orchestrator, server_lib
 from jetstream.core.proto import jetstream_pb2
 
 from areal_jax.config.addresses import join_address
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S, ServerPause
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.thread import ServedModel
-from areal_jax.rollout.jetstream.messages import SERVICE
-from areal_jax.rollout.jetstream.server.control_service import ControlService
+from areal_jax.rollout.http.wire import control as wire
+from areal_jax.rollout.http.wire.exchange import RequestError
+from areal_jax.rollout.http.wire.request_fields import Fields
+from areal_jax.rollout.jetstream import control, messages
 from areal_jax.rollout.jetstream.server.engine import RelayDriver
-from areal_jax.rollout.jetstream.server.open_calls import OpenCalls
+from areal_jax.rollout.jetstream.server.open_calls import OpenCalls, end_refused
 from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
+from areal_jax.rollout.jetstream.server.request_messages import read_control
+
+_PAUSES = ('abort', 'retract', 'in_place', 'wait')
+
+
+class ControlService:
+    """The handlers, on the loop of gRPC.
+
+    Each takes the fields of a message and the name of its sender, and returns the fields of the reply.
+    """
+
+    def __init__(self, calls: OpenCalls):
+        self._calls, self._bridge = calls, calls.bridge
+
+    def build(self) -> grpc.GenericRpcHandler:
+        """Builds the handler for grpc.aio.Server.add_generic_rpc_handlers."""
+        methods = {
+            control.PAUSE: self._pause,
+            control.RESUME: self._resume,
+            control.STAGE: self._stage,
+            control.SWAP: self._swap,
+            control.STATUS: self._status,
+            control.ABORT: self._abort,
+            control.FLUSH: self._flush,
+            control.REGISTER: self._register,
+            control.RENEW: self._renew,
+        }
+        handlers = {name: grpc.unary_unary_rpc_method_handler(self._handle(act)) for name, act in methods.items()}
+        handlers[control.RECORD] = grpc.unary_unary_rpc_method_handler(self._record)
+        return grpc.method_handlers_generic_handler(control.SERVICE, handlers)
+
+    def _handle(
+        self, act: Callable[[Fields, str], Awaitable[JsonObject]]
+    ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
+        async def answer(message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            metadata = await self._calls.require_allowed(context)
+            await self._calls.refuse_large(message, context)
+            try:
+                client = wire.read_client(metadata.get(CLIENT.lower(), ''))
+                return control.encode(await act(read_control(message), client))
+            except UserError as error:
+                await end_refused(context, error)
+            except TimeoutError:
+                await context.abort(
+                    grpc.StatusCode.UNAVAILABLE, 'the engine has not answered in time: ask again, or start it again'
+                )
+            raise AssertionError('abort raises')
+
+        return answer
+
+    async def _record(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await self._calls.require_allowed(context)
+        await self._calls.refuse_large(message, context)
+        try:
+            fields = read_control(message)
+            name = fields.take_text('request_id')
+            fields.finish()
+        except RequestError as error:
+            await end_refused(context, error)
+        if record := self._calls.records.take(name):
+            return record
+        await context.abort(
+            grpc.StatusCode.NOT_FOUND, f'request_id={name!r} has no record here: it was fetched, or is too old'
+        )
+        raise AssertionError('abort raises')
+
+    async def _register(self, fields: Fields, client: str) -> JsonObject:
+        """Registers a client; ends every request and the pauses of other such clients, refused from now on."""
+        fields.finish()
+        name = wire.require_client(client)
+        await self._bridge.act('register', lambda service: service.register(name))
+        return {}
+
+    async def _pause(self, fields: Fields, client: str) -> JsonObject:
+        mode = fields.take_choice('mode', _PAUSES)
+        lease = wire.read_lease(client, _take_lease(fields))
+        fields.finish()
+        await self._bridge.act('pause', lambda service: service.pause(cast(ServerPause, mode), lease))
+        return {}
+
+    async def _renew(self, fields: Fields, client: str) -> JsonObject:
+        lease = wire.read_lease(wire.require_client(client), _take_lease(fields))
+        fields.finish()
+        assert lease is not None
+        found = await self._bridge.act('renew', lambda service: service.renew(lease), self._bridge.limits.reply_s)
+        return {'renewed': found}
+
+    async def _resume(self, fields: Fields, client: str) -> JsonObject:
+        fields.finish()
+        await self._bridge.act('resume', lambda service: service.resume(client), self._bridge.limits.reply_s)
+        return {}
+
+    async def _stage(self, fields: Fields, client: str) -> JsonObject:
+        path, label = fields.take_text('path'), fields.take_text('version')
+        fields.finish()
+        await self._bridge.act('stage', lambda service: service.stage(path, label, client))
+        return {}
+
+    async def _swap(self, fields: Fields, client: str) -> JsonObject:
+        label = fields.take_text('version')
+        fields.finish()
+        await self._bridge.act('swap', lambda service: service.swap(label or None, client=client))
+        return {'pause_seconds': (await self._bridge.look()).update_pause_s}
+
+    async def _status(self, fields: Fields, client: str) -> JsonObject:
+        fields.finish()
+        status = await self._bridge.look()
+        return {
+            'weight_version': status.weight_version,
+            'manifest_hash': status.digest or None,
+            'pause': status.pause,
+            'pauses': wire.render_pauses(status.pauses),
+            'client': status.client or None,
+            'running': status.engine.running,
+            'waiting': status.engine.waiting + status.held,
+            'generated_tokens': status.generated_tokens,
+            'updates': status.updates,
+            'fault': status.fault,
+            'records_kept': len(self._calls.records),
+        }
+
+    async def _abort(self, fields: Fields, client: str) -> JsonObject:
+        name = fields.take_text('request_id')
+        fields.finish()
+        act = (lambda service: service.cancel([name])) if name else (lambda service: service.cancel_all())
+        await self._bridge.act('abort', act, self._bridge.limits.reply_s)
+        return {}
+
+    async def _flush(self, fields: Fields, client: str) -> JsonObject:
+        fields.finish()
+        await self._bridge.act('flush', lambda service: service.flush_cache(client), self._bridge.limits.reply_s)
+        return {}
+
+
+def _take_lease(fields: Fields) -> float:
+    return fields.take_number('lease_s', 0.0, 0.0, LONGEST_LEASE_S)
 
 
 class RelayOrchestrator(orchestrator.LLMOrchestrator):
@@ -39,7 +181,7 @@ class RelayOrchestrator(orchestrator.LLMOrchestrator):
         check = grpc.unary_unary_rpc_method_handler(
             self.HealthCheck, response_serializer=jetstream_pb2.HealthCheckResponse.SerializeToString
         )
-        return grpc.method_handlers_generic_handler(SERVICE, {'Decode': decode, 'HealthCheck': check})
+        return grpc.method_handlers_generic_handler(messages.SERVICE, {'Decode': decode, 'HealthCheck': check})
 
     async def Decode(
         self, request: bytes, context: grpc.aio.ServicerContext
@@ -118,7 +260,6 @@ class JetstreamFront:
         self._model.facts.draining = True
 
     def _build(self) -> OpenCalls:
-        """Builds the calls on the loop of gRPC."""
         model, facts = self._model, self._model.facts
         bridge = Bridge(
             self._inbox, model.texts, self._limits,

@@ -21,9 +21,8 @@ from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, SMALL_BYTES, TOO_LATE
 from areal_jax.rollout.http.server.replies import Bodies
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
-from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record
+from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, KeptRecords, encode_record
 from areal_jax.rollout.jetstream.server.engine import StepError
-from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
 from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.rollout.jetstream.server.request_messages import read_control, read_request
 from areal_jax.rollout.stream import DispatchError, LogprobError
@@ -127,7 +126,6 @@ class OpenCalls:
         self._relay.end(call, RequestError('', f'{sentence}: ask for fewer tokens', TOO_LATE))
 
     def _close(self, number: int, deadline: asyncio.TimerHandle) -> None:
-        """Cleans up after a gRPC call that either side has ended."""
         deadline.cancel()
         call = self._open.pop(number)
         self.bridge.load.release(1, stream=True)
@@ -150,7 +148,6 @@ def _name_client(context: Context) -> str:
 
 
 async def end_refused(context: Context, error: UserError) -> NoReturn:
-    """Ends a call with the sentence of the error."""
     if isinstance(error, RequestError):
         code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
     else:

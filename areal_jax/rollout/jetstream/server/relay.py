@@ -18,8 +18,37 @@ from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.service import Action, Delivery, Submission
 from areal_jax.rollout.http.wire.answer_reader import AnswerText
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord
-from areal_jax.rollout.jetstream.server.result_columns import make_data, write_row
 from areal_jax.types import EngineFinish, concatenate
+
+FILLER = -1  # no token has this id
+
+
+def count_columns(steps: int) -> int:
+    """The number of token columns for dispatches of `steps` steps."""
+    return steps + 1
+
+
+def make_data(slots: int, steps: int) -> np.ndarray:
+    """Returns int32 [slots, 2 (k + 1) + 1]: tokens, their validity, and a length, for slots without news."""
+    columns = count_columns(steps)
+    data = np.zeros((slots, 2 * columns + 1), np.int32)
+    data[:, :columns], data[:, columns : 2 * columns] = FILLER, 1
+    return data
+
+
+def write_row(data: np.ndarray, slot: int, tokens: np.ndarray, *, ends: bool) -> None:
+    """Writes the news of one slot: int32 [n] tokens, n at most the steps, and whether the call ends after them."""
+    columns = (data.shape[1] - 1) // 2
+    if len(tokens) >= columns:
+        raise ValueError(f'slot {slot}: {len(tokens)} tokens in {columns} columns, one of which is spare')
+    data[slot, : len(tokens)] = tokens
+    if ends:
+        data[slot, columns + len(tokens)] = 0
+
+
+def drop_fillers(token_ids: Sequence[int]) -> list[int]:
+    return [token for token in token_ids if token != FILLER]
+
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
 _NOTHING = np.zeros(0, np.int32)
@@ -51,7 +80,6 @@ class OpenCall:
         return self.is_over or len(self.waiting) > 0
 
     def put(self, delivery: Delivery) -> None:
-        """Takes a delivery of the service."""
         answer = self.answer
         if self.is_over:
             return
@@ -127,7 +155,7 @@ class Relay:
                 self._note(call)
 
     def take_step(self) -> np.ndarray:
-        """Waits until there is news; returns the data of the next step (result_columns.py)."""
+        """Waits until there is news; returns the data of the next step (`make_data`)."""
         with self._changed:
             self._changed.wait_for(self._is_due)
             data = make_data(self.slots, self.steps)
@@ -162,7 +190,6 @@ class Relay:
         return data
 
     def fail(self, call: OpenCall, error: UserError) -> None:
-        """Ends the call with this error."""
         with self._changed:
             call.fail(error)
             self._note(call)

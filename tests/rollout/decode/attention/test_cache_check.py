@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 
-from areal_jax.models.attention import AttentionError
+from areal_jax.models.attention.backends import AttentionError
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention import choose as check
 from areal_jax.rollout.decode.attention.choose import (
@@ -19,8 +19,7 @@ from areal_jax.rollout.decode.attention.choose import (
     self_check,
 )
 from areal_jax.rollout.decode.attention.loops import GatherAttention, LoopAttention
-from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
-from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
+from areal_jax.rollout.decode.attention.pallas_kernels import PallasGpuAttention, PallasTpuAttention
 from tests.native import needs_kernels
 
 CPU = jax.devices('cpu')[0]

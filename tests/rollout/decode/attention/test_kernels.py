@@ -7,9 +7,13 @@ import pytest
 from jax._src.mesh import AbstractDevice, use_abstract_mesh
 from jax.sharding import AbstractMesh
 
-from areal_jax.rollout.decode.attention import pallas_gpu, pallas_tpu
-from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention, Tuning, default_tuning
-from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
+from areal_jax.rollout.decode.attention import pallas_kernels
+from areal_jax.rollout.decode.attention.pallas_kernels import (
+    PallasGpuAttention,
+    PallasTpuAttention,
+    Tuning,
+    default_tuning,
+)
 
 # query heads, key heads, head size of SmolLM2-135M and Qwen2.5-7B
 SHAPES = {'smollm2': (9, 3, 64), 'qwen2.5-7b': (28, 4, 128)}
@@ -90,14 +94,14 @@ def test_positions_read_are_whole_tiles(attention, block_tokens, read):
 
 def test_layouts():
     # Triton takes powers of two of at least 16; a TPU whole tiles of 128 lanes and of 1, 2, 4 or 8 n pairs of heads
-    assert [pallas_gpu.padded_dim(d) for d in (4, 16, 64, 80, 128)] == [16, 16, 64, 128, 128]
-    assert [pallas_gpu.tile_tokens(d, t) for d, t in ((64, 'bfloat16'), (128, 'float32'), (256, 'float32'))] == [
+    assert [pallas_kernels.padded_dim(d) for d in (4, 16, 64, 80, 128)] == [16, 16, 64, 128, 128]
+    assert [pallas_kernels.tile_tokens(d, t) for d, t in ((64, 'bfloat16'), (128, 'float32'), (256, 'float32'))] == [
         64,
         32,
         16,
     ]
-    assert [pallas_tpu.padded_dim(d) for d in (64, 128, 192)] == [128, 128, 256]
-    assert [pallas_tpu.padded_heads(n) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 16]
+    assert [pallas_kernels.padded_lanes(d) for d in (64, 128, 192)] == [128, 128, 256]
+    assert [pallas_kernels.padded_heads(n) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 16]
 
 
 def test_how_pallas_gpu_cuts_its_work_changes_the_result_by_rounding_alone():

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import write_hf_directory
 

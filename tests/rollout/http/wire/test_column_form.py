@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.columns import Column
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.rollout.http.wire.column_form import ColumnForm, RouteForm, list_forms
 from tests.rollout.http.expert_rig import FORM, MIXED
 

@@ -1,27 +1,30 @@
-"""The learner that trains one block of leaves after the other; blocks.py chooses the block.
+"""Training in blocks: an update trains some of the leaves, and the others are frozen (docs/blockwise.md).
 
-The trained block is on the mesh with its gradients and moments. All other leaves are frozen there: a pass takes no
-gradient of them, and saves no activations of the layers below the block. Moments of other blocks are on the host.
+Block 0 has the leaves outside the layers: embedding, positions, final norm and head. Every other block has consecutive
+layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning.blockwise.blocks import BlockOrder, cut_blocks
+from areal_jax.config.fields import ConfigError
+from areal_jax.config.training import OptimizerSection
+from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.measurement import Metrics
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.passes import Declared
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.trained_part import PartMaker, TrainedPart
-from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot
-from areal_jax.learning.weights.trained_leaves import Params
+from areal_jax.learning.weights import Params, match_snapshot, read_snapshot
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import nest
 from areal_jax.sharding.placement import copy_shards
@@ -29,6 +32,118 @@ from areal_jax.sharding.rules import path_name
 from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.names import BLOCK
 from areal_jax.types import TrajectoryGroup, Tree
+
+_LAYER = re.compile(r'layers/(\d+)/')
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOrder:
+    """Chooses the block that an update trains; needs more than one block."""
+
+    settings: OptimizerSection
+    seed: int  # of the run: of the shuffled order
+
+    @property
+    def blocks(self) -> int:
+        return self.settings.blocks
+
+    @property
+    def keeps_moments(self) -> bool:
+        """Whether the moments of a block outlive the updates of other blocks."""
+        return self.settings.block_state == 'host'
+
+    def block_of(self, version: int) -> int:
+        """The block that the update from `version` to `version` + 1 trains."""
+        return self.block_of_turn(self.turn_of(version))
+
+    def turn_of(self, version: int) -> int:
+        """The turn, from 0, of the update from `version`. A turn is `block_updates` consecutive updates of one block.
+
+        A round has a turn for each block.
+        """
+        return version // self.settings.block_updates
+
+    def block_of_turn(self, turn: int) -> int:
+        number, place = divmod(turn, self.blocks)
+        return ORDERS[self.settings.block_order](self.blocks, self.seed, number)[place]
+
+    def ends_turn(self, version: int) -> bool:
+        """Whether the update to `version` was the last one of its turn."""
+        return version % self.settings.block_updates == 0
+
+
+def cyclic(blocks: int, seed: int, number: int) -> list[int]:
+    """The order of round `number`: 0, 1, ..., the same in all rounds."""
+    return list(range(blocks))
+
+
+def shuffled(blocks: int, seed: int, number: int) -> list[int]:
+    """A permutation of the blocks, a function of (seed, round) alone; no block ends a round and begins the next one.
+
+    If the first block was the last one of the previous round, the first two blocks change places. With two blocks that
+    would change the last one too, so all rounds have the order of round 0.
+    """
+    if blocks < 3:
+        return _permute(blocks, seed, 0)
+    order = _permute(blocks, seed, number)
+    if number and order[0] == _permute(blocks, seed, number - 1)[-1]:
+        order[:2] = order[1], order[0]
+    return order
+
+
+# by optimizer.block_order; (number of blocks, seed, round) -> blocks in their order
+ORDERS: Mapping[str, Callable[[int, int, int], list[int]]] = {'cyclic': cyclic, 'shuffled': shuffled}
+
+
+def _permute(blocks: int, seed: int, number: int) -> list[int]:
+    key = np.array([seed, number], np.uint64)
+    ranks: list[int] = np.argsort(np.random.Philox(key=key).random_raw(blocks), kind='stable').tolist()
+    return ranks
+
+
+def cut_blocks(sizes: Mapping[str, int], blocks: int) -> list[frozenset[str]]:
+    """The paths of the leaves of each block; every leaf is in exactly one.
+
+    Args:
+      sizes: bytes of every leaf by its path in list form, 'layers/0/mlp_norm'.
+      blocks: at least 2. Blocks of layers have about equal bytes.
+
+    Raises ConfigError if there are fewer layers than blocks of them.
+    """
+    by_layer: dict[int, int] = {}
+    for path, size in sizes.items():
+        if (layer := layer_of(path)) is not None:
+            by_layer[layer] = by_layer.get(layer, 0) + size
+    if len(by_layer) < blocks - 1:
+        raise ConfigError(
+            f'optimizer.blocks={blocks} needs {blocks - 1} layers beside the block of embedding, final norm and head, '
+            f'and the model has {len(by_layer)}; use optimizer.blocks={len(by_layer) + 1} or less'
+        )
+    ends = _cut_evenly([by_layer[layer] for layer in range(len(by_layer))], blocks - 1)
+    number = {layer: sum(layer >= end for end in ends) + 1 for layer in by_layer}
+    cut: list[set[str]] = [set() for _ in range(blocks)]
+    for path in sizes:
+        layer = layer_of(path)
+        cut[0 if layer is None else number[layer]].add(path)
+    return [frozenset(paths) for paths in cut]
+
+
+def layer_of(path: str) -> int | None:
+    """The layer of a leaf; None outside the layers."""
+    match = _LAYER.match(path)
+    return None if match is None else int(match[1])
+
+
+def _cut_evenly(sizes: Sequence[int], parts: int) -> list[int]:
+    """The exclusive ends of parts of consecutive entries, nearest to equal shares of the sum; no part is empty."""
+    sums = [0, *itertools.accumulate(sizes)]
+    ends: list[int] = []
+    for part in range(1, parts):
+        first = ends[-1] + 1 if ends else 1
+        choices = range(first, len(sizes) - (parts - part) + 1)
+        ends.append(min(choices, key=lambda end: abs(sums[end] * parts - sums[-1] * part)))
+    return [*ends, len(sizes)]
+
 
 _BLOCKS, _MOMENTS = 'blocks', 'transform'  # in a checkpoint: blocks/2/transform/... are the moments of block 2
 
@@ -128,8 +243,9 @@ class BlockLearner(SpmdLearner):
         current = jax.tree.map(_describe_leaf, {'params': whole, 'optimizer': described})
         match_snapshot(self._decoder, saved, current)
         state.params = state.frozen = state.optimizer = self._copy = self._published = None
-        placed = self._describe(lambda part: part.programs.definitions.state, self._replicated_step(), blocks)
-        over = {'params': self._shardings(), 'optimizer': placed}
+        first = self.parts[0].programs.definitions
+        placed = self._describe(lambda part: part.programs.definitions.state, first.state['step'], blocks)
+        over = {'params': trees.join(first.params, first.frozen), 'optimizer': placed}
         new = read_snapshot(self._decoder, saved, current, over)
         self._moments = {int(block): to_host(of[_MOMENTS]) for block, of in new['optimizer'].get(_BLOCKS, {}).items()}
         trained, state.frozen = trees.split(new['params'], part.trains)
@@ -138,7 +254,6 @@ class BlockLearner(SpmdLearner):
         self.require_finite('the checkpoint', 'remove it to go on from the one before, or start again')
 
     def _turn_to(self, block: int) -> None:
-        """Makes `block` the trained one; the moments of the previous block move to the host or are dropped."""
         if block != self._block:
             state, part = self.state, self.parts[block]
             if self.blocks.keeps_moments:
@@ -151,7 +266,6 @@ class BlockLearner(SpmdLearner):
             self._moments.clear()  # a checkpoint at the end of a turn has the moments of the previous block
 
     def _begin(self, part: TrainedPart, trained: Params, step: jax.Array) -> None:
-        """Puts copies of the leaves, to which updates may write, and their moments on the mesh."""
         state, programs = self.state, part.programs
         state.params = programs.run('copy', trained)
         state.optimizer = {**programs.run('initial_state', state.params), 'step': step}
@@ -170,15 +284,7 @@ class BlockLearner(SpmdLearner):
         own = {str(block): {_MOMENTS: state_of(self.parts[block])[_MOMENTS]} for block in blocks}
         return {'step': step, _BLOCKS: own} if own else {'step': step}
 
-    def _replicated_step(self) -> Tree:
-        return self.parts[0].programs.definitions.state['step']
-
-    def _shardings(self) -> Params:
-        definitions = self.parts[0].programs.definitions
-        return trees.join(definitions.params, definitions.frozen)
-
     def _export(self, block: int, whole: Params) -> Tree:
-        """The leaves of one block as engines read them, in new buffers."""
         part = self.parts[block]
         own, _ = trees.split(whole, part.trains)
         return self._host_copies.copy(own) if self._host_copies else part.programs.run('export', own, {})

@@ -1,7 +1,7 @@
 """Packing: groups of trajectories become rows of a fixed shape, without padding to the longest. numpy only.
 
 In shared-prompt packing the prompt of a group is written once per row, and each of the group's answers in that row sees
-it. Trajectories become examples, bins decide which examples share a row, and rows.py writes them.
+it. Trajectories become examples, bins decide which examples share a row, and packed_rows.py writes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_jax.columns import Column
 from areal_jax.config.declarations import choices
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import ROW_ROOM
-from areal_jax.learning.packing.rows import (
+from areal_jax.learning.packed_rows import (
     EMPTY,
     PADDING,
     BatchError,
@@ -527,7 +527,6 @@ def require_known(mode: str, fill: str) -> None:
 
 
 def _require_published(batches: Sequence[PackedBatch], version: int) -> None:
-    """Raises BatchError for a token of a version after `version`, from which the update starts."""
     for batch in batches:
         newest = int(batch.policy_versions[batch.trajectory_ids >= 0].max(initial=NOT_GENERATED))
         if newest > version:
@@ -535,7 +534,6 @@ def _require_published(batches: Sequence[PackedBatch], version: int) -> None:
 
 
 def _round_up(placement: np.ndarray) -> np.ndarray:
-    """Adds empty micro-batches to a placement [M, R] until their number is a power of two."""
     missing = (1 << (len(placement) - 1).bit_length()) - len(placement)
     return np.pad(placement, ((0, missing), (0, 0)), constant_values=EMPTY)
 
@@ -558,7 +556,6 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], ke
 
 
 def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> Unit:
-    """The unit with all answers of a group; raises BatchError if no row has room for them."""
     shares = mode == 'shared_prompt' and len({example.prompt_key for example in examples}) == 1
     unit = Unit(tuple(examples), shares_prompt=shares)
     for field, needed, room in zip(ROW_ROOM, unit.size, capacity, strict=True):

@@ -62,7 +62,6 @@ def build(
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason, episode: JsonObject) -> float:
-    """The reward that the environment gave."""
     outcome = episode.get('outcome')
     if not isinstance(outcome, dict) or 'reward' not in outcome:
         raise ValueError(f"task.name='{VERIFIERS}...' is scored by its environment, and this answer comes from none")

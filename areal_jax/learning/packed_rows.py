@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_models
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import ModelConfig
 from areal_jax.types import PackedBatch
 
 EMPTY = -1  # in a placement: no row here
@@ -130,7 +130,6 @@ def shard_costs(costs: np.ndarray, placement: np.ndarray, data_shards: int) -> n
 
 
 def _share_out(rows: Iterable[int], costs: np.ndarray, rows_per_shard: int, data_shards: int) -> list[int]:
-    """Gives each row, most expensive first, to the cheapest shard with a place left; returns rows shard by shard."""
     shards: list[list[int]] = [[] for _ in range(data_shards)]
     loads = [(0.0, s) for s in range(data_shards)]
     for row in rows:
@@ -285,7 +284,6 @@ class Unit:
 
     @property
     def prompts(self) -> int:
-        """The number of prompts that are written."""
         return len(self._prompt_lengths)
 
     @property

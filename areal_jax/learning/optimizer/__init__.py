@@ -1,1 +1,0 @@
-"""The optimizers: turn gradients into new weights."""

@@ -1,1 +1,0 @@
-"""Groups become rows of a fixed shape, without padding to the longest. numpy only."""

@@ -1,1 +1,0 @@
-"""Weights in the forms that learner, engines and files use."""
