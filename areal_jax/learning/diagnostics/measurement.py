@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
-from areal_jax.learning.diagnostics.ratio_split import RatioSampler
+from areal_jax.learning.diagnostics.ratio_split import RatioSampler, by_range, flatten
 from areal_jax.learning.objective.counting import data_metrics, find_starts, kept_mass_metrics
 from areal_jax.learning.optimizer import step_metrics
 from areal_jax.learning.packed_rows import PADDING
@@ -23,7 +22,7 @@ from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora, WeightSpec, is_adapter, weight_table
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import merge
-from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN, age_ranges, range_label
+from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 
 
@@ -157,9 +156,9 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
     Masked tokens are counted from the groups, because packing drops a minibatch that has only such tokens. Entry a of
     the histogram is the number of trained tokens of age a; it is empty if nothing is trained.
     """
-    trained = _join([b.loss_mask for b in batches], bool)  # [all loss tokens], as the next two
-    ids = _join([b.trajectory_ids for b in batches], np.int32)
-    ages = version - _join([b.policy_versions for b in batches], np.int32)
+    trained = flatten([b.loss_mask for b in batches], bool)  # [all loss tokens], as the next two
+    ids = flatten([b.trajectory_ids for b in batches], np.int32)
+    ages = version - flatten([b.policy_versions for b in batches], np.int32)
     segments = (s for g in kept for t in g.trajectories for s in t.segments)
     generated = sum(len(s.tokens) for s in segments if s.policy_version != NOT_GENERATED)
     metrics = {
@@ -307,10 +306,6 @@ def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.nda
     return np.bincount(ages, [len(s.tokens) for s in segments]).astype(np.int64)
 
 
-def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
-    return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
-
-
 # How far the 8-bit policy that generated is from the policy whose weights were published.
 #
 # μ is the policy of the engines, whose log-probs are recorded in answers; π_u is the learner's policy of the same
@@ -329,8 +324,8 @@ def quantization_metrics(
       logprobs: per batch float32 [M, R, N] of the weights of `version`.
     """
     generated = [batch.policy_versions[batch.trajectory_ids != PADDING] for batch in batches]
-    versions = _join(generated, np.int64)
-    log_ratios = _join(
+    versions = flatten(generated, np.int64)
+    log_ratios = flatten(
         [
             (learned.astype(np.float64) - batch.behavior_logprobs)[batch.trajectory_ids != PADDING]
             for batch, learned in zip(batches, logprobs, strict=True)
@@ -391,9 +386,8 @@ def _differences(batch: PackedBatch, recorded: np.ndarray, differs: np.ndarray, 
     if not len(changed):
         return metrics
     metrics |= _shares(names.ROUTES, changed, layers)
-    ranges = age_ranges(version - batch.policy_versions[known])
-    for number in np.unique(ranges).tolist():
-        metrics |= _shares(f'{names.ROUTES_OF_AGE}{range_label(number)}/', changed[ranges == number], layers)
+    for label, chosen in by_range(version - batch.policy_versions[known]):
+        metrics |= _shares(f'{names.ROUTES_OF_AGE}{label}/', changed[chosen], layers)
     return metrics
 
 

@@ -17,12 +17,14 @@ them breaks the identity, whose error is measured (`ratio/identity_error`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.packed_rows import PADDING
@@ -137,7 +139,7 @@ def _describe_routing(routing: np.ndarray | None, ages: np.ndarray) -> dict[str,
     if routing is None:
         return {}
     metrics = _moments(f'{names.RATIO}routing', routing)
-    for label, chosen in _by_range(ages):
+    for label, chosen in by_range(ages):
         metrics |= _moments(f'{names.RATIO_OF_AGE}{label}/routing', routing[chosen])
     return metrics
 
@@ -149,8 +151,8 @@ def _collect(
     is_chosen: Callable[[Trajectory], bool],
 ) -> tuple[list[TrajectoryGroup], np.ndarray, Tokens]:
     """(the chosen answers in groups, which of their tokens are in the loss, all their generated tokens)."""
-    ids = _flat([batch.trajectory_ids for batch in batches], np.int64)
-    in_loss = _flat([batch.loss_mask for batch in batches], bool)
+    ids = flatten([batch.trajectory_ids for batch in batches], np.int64)
+    in_loss = flatten([batch.loss_mask for batch in batches], bool)
     with_loss = set(np.unique(ids[in_loss]).tolist())
     groups, trajectories, wanted, number = [], [], [], 0
     for group in kept:
@@ -167,7 +169,7 @@ def _collect(
     places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory are in order in a row
     generated = [trajectory.loss_mask for trajectory in trajectories]
     cut = lambda arrays, dtype: np.hstack([np.zeros(0, dtype), *(a[m] for a, m in zip(arrays, generated, strict=True))])
-    pick = lambda arrays, dtype: _flat(arrays, dtype)[places]
+    pick = lambda arrays, dtype: flatten(arrays, dtype)[places]
     table = Tokens(
         engines=np.repeat([t.engine for t in trajectories] or [''], [int(m.sum()) for m in generated] or [0]),
         versions=cut([t.policy_versions for t in trajectories], np.int64),
@@ -179,7 +181,7 @@ def _collect(
     return groups, in_loss[places], table
 
 
-def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+def flatten(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
 
 
@@ -193,7 +195,7 @@ def _describe(tokens: Tokens, parts: Parts, version: int) -> dict[str, float]:
     metrics[f'{names.RATIO}covariance'] = float(np.mean(parts.mismatch * parts.drift)) - float(
         parts.mismatch.mean() * parts.drift.mean()
     )
-    for label, chosen in _by_range(version - tokens.versions):
+    for label, chosen in by_range(version - tokens.versions):
         metrics |= _part_metrics(
             f'{names.RATIO_OF_AGE}{label}', chosen, {name: terms[name] for name in ('mismatch', 'drift')}
         )
@@ -211,12 +213,13 @@ def _drift_of_updates(by_update: np.ndarray, versions: np.ndarray, version: int)
     back = np.arange(len(by_update), 0, -1)[:, None] + np.zeros_like(versions)  # [updates, tokens]
     is_own = (version - versions) >= back  # the update came after the token
     metrics: dict[str, float] = {}
-    for label, chosen in _by_range(back[is_own]):
+    for label, chosen in by_range(back[is_own]):
         metrics |= _part_metrics(f'{names.RATIO_OF_UPDATE}{label}', chosen, {'drift': by_update[is_own]})
     return metrics
 
 
-def _by_range(ages: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def by_range(ages: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (label, which ages are in it) of each range of ages that occurs."""
     numbers = age_ranges(ages)
     for number in np.unique(numbers).tolist():
         yield range_label(number), numbers == number
@@ -325,11 +328,10 @@ class RatioSampler:
         update_s = time.perf_counter() - update.began_s
         began_s = time.perf_counter()
 
-        def score(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
-            return self._score(groups, versions, state)
+        score = functools.partial(self._score, state=state)
 
         def score_routing(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
-            replayed, live = (self._score(groups, versions, state, follows) for follows in (True, False))
+            replayed, live = (score(groups, versions, follows=follows) for follows in (True, False))
             return replayed - live
 
         metrics = measure_split(
