@@ -6,7 +6,6 @@ Each backend supports some hardware and some features of the mask; a call choose
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Collection
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.models.attention import blocked, cudnn, dense, flash
+from areal_jax.models.attention import cudnn, flash
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.attention.flash import PALLAS_BLOCK, RowIds, Setting
 
@@ -168,7 +167,7 @@ def _missing_hardware(backend: Backend, platform: str, capability: tuple[int, in
     return None
 
 
-MAX_TILE_TOKENS = max(blocked.BLOCK, PALLAS_BLOCK)  # every tile of our kernels divides it
+MAX_TILE_TOKENS = max(flash.BLOCK, PALLAS_BLOCK)  # every tile of our kernels divides it
 
 
 def packed_attention(
@@ -248,7 +247,7 @@ def packed_rows_attention(
     if reason := missing_feature(impl, demand):
         raise AttentionError(f'attention {impl!r} {reason}; use {able(lambda name: missing_feature(name, demand))}')
     ids = RowIds(segment_ids, parent_ids, positions if window else None, first)
-    out = _find_module(impl).attend_rows(q, k, v, ids, Setting(scale, window, interpret))
+    out = _find_attention(impl)(q, k, v, ids, Setting(scale, window, interpret))
     if shares and not BACKENDS[impl].shares_prompts:
         return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan)
     return out
@@ -260,18 +259,20 @@ def tile_tokens(row_tokens: int) -> int:
     On a CPU: the tile side of 'blocked'. Elsewhere: the largest tile side of 'pallas', which is a multiple of its
     smaller ones.
     """
-    return blocked.tile_tokens(row_tokens) if local_device()[0] == 'cpu' else PALLAS_BLOCK
+    return flash.side_of_tile(row_tokens) if local_device()[0] == 'cpu' else PALLAS_BLOCK
 
 
-_MODULES = {'dense': dense, 'blocked': blocked, 'splash': flash, 'cudnn': cudnn}
-
-
-def _find_module(impl: str) -> types.ModuleType:
+def _find_attention(impl: str) -> Callable[..., jax.Array]:
     if impl == 'pallas':
         from areal_jax.models.attention import pallas  # its imports from jax take a tenth of a second
 
-        return pallas
-    return _MODULES[impl]
+        return pallas.attend_rows
+    return {
+        'dense': flash.attend_dense,
+        'blocked': flash.attend_blocked,
+        'splash': flash.attend_splash,
+        'cudnn': cudnn.attend_rows,
+    }[impl]
 
 
 def _may_share(segment_ids: jax.Array, parent_ids: jax.Array) -> bool:

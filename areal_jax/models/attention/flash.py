@@ -1,8 +1,12 @@
-"""The parts that our own kernels share: layout, gradient rule, containment of NaN, names of values that remat may save.
+"""Our own kernels, and what they share: layout, gradient rule, containment of NaN, names of values that remat may save.
 
 Shapes: Lq queries and L keys of a stream, H query heads, K kv heads, G = H / K query heads per kv head, D head_dim; in
 einsum t are queries and s keys. Kernels have the heads first, so that every product is a matrix product batched over K.
-`dense`, `blocked` and `pallas` are its kernels.
+'dense' holds all scores at once: for short rows and tests, and the reference for the other backends. 'blocked' is
+block-sparse attention in plain JAX, for CPUs and for hardware without a special kernel: it visits only tiles that may
+contain a visible pair, and the backward pass recomputes each tile from (out, log-sum-exp) (arXiv 2205.14135, algorithms
+2 and 4). The length of its loops depends on the ids. Under vmap all rows would loop as often as the longest, so rows
+are laid end to end as one stream instead. pallas.py has the kernel in Pallas.
 """
 
 from __future__ import annotations
@@ -212,7 +216,7 @@ def _backward(kernel: Kernel, setting: Setting, saved: _Saved, d_out: jax.Array)
 _attention.defvjp(_forward, _backward)
 
 
-def scores(rows: Rows | GradientRows, keys: Keys, seen: jax.Array, scale: float) -> jax.Array:
+def tile_scores(rows: Rows | GradientRows, keys: Keys, seen: jax.Array, scale: float) -> jax.Array:
     """float32 [K, G, rows, keys], INVISIBLE where not `seen`."""
     return jnp.where(seen, product('kgtd,ksd->kgts', rows.q, keys.k) * scale, INVISIBLE)
 
@@ -221,7 +225,7 @@ def tile_gradients(rows: GradientRows, keys: Keys, setting: Setting) -> tuple[ja
     """The contribution of a tile to the gradients of q, k and v, float32 (arXiv 2205.14135, appendix B.4)."""
     lse, overlap = rows.statistics
     seen = visible(rows.ids, keys.ids, setting.window)
-    weights = jnp.where(seen, jnp.exp(scores(rows, keys, seen, setting.scale) - lse[..., None]), 0.0)
+    weights = jnp.where(seen, jnp.exp(tile_scores(rows, keys, seen, setting.scale) - lse[..., None]), 0.0)
     d_weights = product('kgtd,ksd->kgts', rows.d_out, keys.v)
     d_scores = jnp.where(seen, weights * (d_weights - overlap[..., None]), 0.0) * setting.scale
     return (
@@ -259,7 +263,7 @@ _LANES = 128  # tokens and head sizes are padded to multiples
 _MAX_BLOCK = 512  # tokens: side of a tile, if it divides the row
 
 
-def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+def attend_splash(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
     """Causal attention within segments: [R, T, H, D] for q [R, T, H, D], k and v [R, T, K, D]. Reads no other id.
 
     The kernel skips only tiles above the diagonal. It has no scale, so q is scaled first. It saves output and
@@ -298,3 +302,144 @@ def _kernel(tokens: int, heads: int, interpret: bool) -> Callable[..., jax.Array
             mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=OUTPUT_NAME,
             interpret=interpret,
         )  # fmt: skip
+
+
+def attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+    """`attend` row by row, with scores [R, H, Tq, T] in memory: [R, Tq, H, D]."""
+
+    def row(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, parent: jax.Array, position: jax.Array | None
+    ) -> jax.Array:
+        one = RowIds(segment[None], parent[None], None if position is None else position[None], ids.first)
+        return attend(Kernel(forward_dense, backward_dense), q, k, v, *stream_ids(one, len(q)), setting)
+
+    axes = (0, 0, 0, 0, 0, None if ids.position is None else 0)
+    return jax.vmap(row, in_axes=axes)(q, k, v, ids.segment, ids.parent, ids.position)
+
+
+def forward_dense(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array]:
+    """See Kernel."""
+    scores = tile_scores(rows, keys, visible(rows.ids, keys.ids, setting.window), setting.scale)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - lse[..., None])
+    return product('kgts,ksd->kgtd', weights.astype(keys.v.dtype), keys.v).astype(keys.v.dtype), lse
+
+
+def backward_dense(rows: GradientRows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See Kernel."""
+    d_q, d_k, d_v = tile_gradients(rows, keys, setting)
+    return d_q.astype(rows.q.dtype), d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype)
+
+
+BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, because their segments are short
+_SHORT_ROW = 2048  # tokens
+
+
+def attend_blocked(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+    """`attend` by tiles, [R, Tq, H, D]; its time is proportional to the number of visible tiles."""
+    queries, keys = stream_ids(ids, q.shape[1])
+    shape = q.shape
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    block = side_of_tile(ids.segment.shape[1])
+    more_queries, more_keys = -len(q) % block, -len(k) % block
+    padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, 0))) for x in (k, v))
+    queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
+    return attend(_KERNELS[block], padded, k, v, queries, keys, setting)[: len(q)].reshape(shape)
+
+
+def side_of_tile(row_tokens: int) -> int:
+    """The side of a tile in rows of `row_tokens` tokens."""
+    return _SHORT_BLOCK if row_tokens <= _SHORT_ROW else BLOCK
+
+
+def forward_blocked(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.Array, jax.Array]:
+    """See Kernel; `block` is the side of a tile in tokens."""
+    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
+
+    def attend_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries, columns = _row_block(rows, index, block), _at(order, index)
+
+        def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            # The state is the largest score so far and the sums of exp(score - top) and exp(score - top) v. If a tile
+            # has no key that a query sees, its sums are over masked keys only. The tile with the query itself raises
+            # `top` so far that `shrink` sets such sums to 0.
+            top, total, out = state
+            tile = _key_block(keys, _at(columns, step), block)
+            scores = tile_scores(queries, tile, visible(queries.ids, tile.ids, setting.window), setting.scale)
+            new_top = jnp.maximum(top, scores.max(axis=-1))
+            weights = jnp.exp(scores - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            out = out * shrink[..., None] + product('kgts,ksd->kgtd', weights.astype(tile.v.dtype), tile.v)
+            return new_top, total * shrink + weights.sum(axis=-1), out
+
+        shape = queries.q.shape
+        zeros = jnp.zeros(shape[:-1], jnp.float32)
+        start = (jnp.full_like(zeros, INVISIBLE), zeros, jnp.zeros(shape, jnp.float32))
+        top, total, out = jax.lax.fori_loop(0, _at(count, index), fold, start)
+        return (out / total[..., None]).astype(keys.v.dtype), top + jnp.log(total)
+
+    out, lse = jax.lax.map(attend_block, jnp.arange(len(count)))
+    return jnp.moveaxis(out, 0, 2).reshape(rows.q.shape), jnp.moveaxis(lse, 0, 2).reshape(rows.q.shape[:-1])
+
+
+def backward_blocked(
+    rows: GradientRows, keys: Keys, setting: Setting, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See Kernel; `block` is the side of a tile in tokens."""
+    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
+
+    def add_gradients(index: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        queries, columns = _gradient_block(rows, index, block), _at(order, index)
+
+        def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            d_q, d_k, d_v = state
+            column = _at(columns, step)
+            tile_q, tile_k, tile_v = tile_gradients(queries, _key_block(keys, column, block), setting)
+            return d_q + tile_q, _add_block(d_k, tile_k, column), _add_block(d_v, tile_v, column)
+
+        d_q, d_k, d_v = gradients
+        start = jnp.zeros(queries.q.shape, jnp.float32)
+        own, d_k, d_v = jax.lax.fori_loop(0, _at(count, index), fold, (start, d_k, d_v))
+        return _add_block(d_q, own, index), d_k, d_v
+
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (rows.q, keys.k, keys.v))
+    d_q, d_k, d_v = jax.lax.fori_loop(0, len(count), add_gradients, start)
+    return d_q.astype(rows.q.dtype), d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype)
+
+
+_KERNELS = {
+    block: Kernel(functools.partial(forward_blocked, block=block), functools.partial(backward_blocked, block=block))
+    for block in (BLOCK, _SHORT_BLOCK)
+}
+
+
+def _row_block(rows: Rows | GradientRows, index: jax.Array, block: int) -> Rows:
+    ids = QueryIds(*(_slice(x, index, block, axis=0) for x in rows.ids))
+    return Rows(_slice(rows.q, index, block, axis=2), ids)
+
+
+def _gradient_block(rows: GradientRows, index: jax.Array, block: int) -> GradientRows:
+    d_out, statistics = _slice(rows.d_out, index, block, axis=2), _slice(rows.statistics, index, block, axis=3)
+    return GradientRows(*_row_block(rows, index, block), d_out, statistics)
+
+
+def _key_block(keys: Keys, index: jax.Array, block: int) -> Keys:
+    ids = KeyIds(*(_slice(x, index, block, axis=0) for x in keys.ids))
+    return Keys(_slice(keys.k, index, block, axis=1), _slice(keys.v, index, block, axis=1), ids)
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
+
+
+def _slice(x: jax.Array, index: jax.Array, block: int, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis, allow_negative_indices=False)
+
+
+def _add_block(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    """Adds `part` in place to the tokens (next to last axis) of a block."""
+    axis = total.ndim - 2
+    block = part.shape[axis]
+    added = _slice(total, index, block, axis) + part
+    return jax.lax.dynamic_update_slice_in_dim(total, added, index * block, axis, allow_negative_indices=False)

@@ -116,18 +116,18 @@ def test_auto_in_a_call_takes_blocks_for_long_rows():
 
 
 @pytest.mark.parametrize(
-    ('module', 'platform', 'dim', 'dtype', 'kernels'),
+    ('attend_rows', 'platform', 'dim', 'dtype', 'kernels'),
     [
-        (pallas, 'cuda', 64, 'bfloat16', ['__gpu$xla.gpu.triton'] * 3),
-        (pallas, 'cuda', 80, 'float32', ['__gpu$xla.gpu.triton'] * 3),
-        (flash, 'tpu', 64, 'bfloat16', ['tpu_custom_call'] * 3),
+        (pallas.attend_rows, 'cuda', 64, 'bfloat16', ['__gpu$xla.gpu.triton'] * 3),
+        (pallas.attend_rows, 'cuda', 80, 'float32', ['__gpu$xla.gpu.triton'] * 3),
+        (flash.attend_splash, 'tpu', 64, 'bfloat16', ['tpu_custom_call'] * 3),
     ],
 )
-def test_kernels_lower_for_their_devices(module, platform, dim, dtype, kernels):
+def test_kernels_lower_for_their_devices(attend_rows, platform, dim, dtype, kernels):
     # forward, gradient of q, gradients of k and v; that they run there is what the self-check is for
     def loss(q, k, v):
         ids = RowIds(jnp.asarray(PACKED[0])[None], jnp.asarray(PACKED[1])[None], None, 0)
-        return jnp.sum(module.attend_rows(q, k, v, ids, Setting(SCALE, None)).astype(jnp.float32))
+        return jnp.sum(attend_rows(q, k, v, ids, Setting(SCALE, None)).astype(jnp.float32))
 
     arrays = [jax.ShapeDtypeStruct((1, T, heads, dim), dtype) for heads in (N, K, K)]
     # Triton asks for the device that it compiles for; the kernels for TPU ask for none

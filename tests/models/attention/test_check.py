@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.models.attention import check, dense, flash
+from areal_jax.models.attention import check, flash
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.models.attention.check import choose_checked, self_check
 from tests.models.attention.rows import INTERPRETED, runs_here
@@ -69,7 +69,7 @@ def from_the_start(attend):
     ],
 )
 def test_a_wrong_backend_is_refused(monkeypatch, fault, features, message):
-    monkeypatch.setattr(dense, 'attend_rows', fault(dense.attend_rows))
+    monkeypatch.setattr(flash, 'attend_dense', fault(flash.attend_dense))
     dtype = 'bfloat16' if fault is without_parents else 'float32'
     pattern = f"attention 'dense' fails its self-check: {message} .* in {dtype} on 'cpu', allowed are .*; use 'blocked'"
     with pytest.raises(AttentionError, match=pattern):
@@ -77,7 +77,7 @@ def test_a_wrong_backend_is_refused(monkeypatch, fault, features, message):
 
 
 def test_not_a_number_is_refused(monkeypatch):
-    monkeypatch.setattr(dense, 'attend_rows', lambda q, *rest: q * jnp.nan)
+    monkeypatch.setattr(flash, 'attend_dense', lambda q, *rest: q * jnp.nan)
     with pytest.raises(AttentionError, match='off by nan'):
         self_check('dense', dtype='float32', head_dim=16)
 
@@ -91,7 +91,7 @@ def test_a_backend_that_does_not_run_here_is_refused():
 
 def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
     monkeypatch.setattr(check, 'local_device', lambda: ('tpu', None))
-    monkeypatch.setattr(flash, 'attend_rows', wrong_heads(dense.attend_rows))
+    monkeypatch.setattr(flash, 'attend_splash', wrong_heads(flash.attend_dense))
     facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16}
     name, reasons = choose_checked('auto', **facts)
     assert name == 'blocked'
