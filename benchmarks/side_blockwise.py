@@ -28,7 +28,7 @@ from areal_jax.app.parts.learner_builder import (
     build_training_decoder,
 )
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.distributed.averaged_learner import Average, AveragedLearner, Averages, Block, ClientSettings, Exchange
+from areal_jax.distributed.averaged_learner import Average, AveragedLearner, Averages, Block, ClientSettings
 from areal_jax.telemetry import names
 from areal_jax.types import TrajectoryGroup
 from benchmarks.case import make_groups
@@ -85,7 +85,7 @@ class Client:
         self._groups = draw_groups(self._model.decoder.config.vocab_size, seed + client)
         self.make_learner(OwnBlock(), ClientSettings(True, 1)).warm_up()
 
-    def make_learner(self, averages: Exchange, client: ClientSettings) -> AveragedLearner:
+    def make_learner(self, averages: Averages, client: ClientSettings) -> AveragedLearner:
         config = self._config
         decoder, params = build_training_decoder(config, self._model)
         return AveragedLearner(
@@ -105,7 +105,7 @@ class Client:
             pathlib.Path(directory), self._client, 2, run='', deadline_s=_DEADLINE_S, kept_turns=_KEPT_TURNS,
             pace=pace_at(bytes_per_s),
         )  # fmt: skip
-        exchange: Exchange = OwnBlock() if mode == 'compute' else link
+        exchange: Averages = OwnBlock() if mode == 'compute' else link
         learner = self.make_learner(exchange, ClientSettings(mode != 'standard', turns))
         ends, averages = [], []
         for version in range(turns):

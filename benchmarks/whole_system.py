@@ -192,7 +192,7 @@ def write_job(directory: pathlib.Path, seed: int) -> None:
     tokenizer = GgufTokenizer(fields)
     for name, text in tokenizer.hf_files().items():
         (directory / 'model' / name).write_text(text)
-    listed = [problem for name in reasoning_gym.DATASETS for problem in reasoning_gym.list_problems(name)]
+    listed = [problem for name in reasoning_gym.DATASETS for problem in reasoning_gym.list_arithmetic(name)]
     chosen = [problem for problem in listed if not reasoning_gym.is_held_out(problem['expression'], 0.25)]
     random.Random(seed).shuffle(chosen)
     chats = [chat_messages(problem['question'], 'Answer with the number only.') for problem in chosen]

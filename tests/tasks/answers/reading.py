@@ -135,7 +135,7 @@ def _carry(gold: str) -> list[str]:
 
 def check_tasks(options: argparse.Namespace) -> Iterator[tuple[str, Fault | None]]:
     for dataset in reasoning_gym.DATASETS:
-        for problem in reasoning_gym.list_problems(dataset):
+        for problem in reasoning_gym.list_arithmetic(dataset):
             wrong = [text for text in _carry(problem['answer']) if reasoning_gym.score(problem, text, 'stop') != 1.0]
             yield dataset, {'problem': problem, 'texts': wrong} if wrong else None
     rng = random.Random(options.seed)
