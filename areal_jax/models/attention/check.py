@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention import backends
+from areal_jax.models.attention.backends import (
+    BACKENDS,
+    AttentionError,
+    Backend,
+    choose_implementation,
+    jax_settings,
+    local_device,
+    packed_attention,
+)
 
 _TOKENS = 160
 _HEADS, _KEY_HEADS = 4, 2
@@ -59,7 +67,7 @@ def self_check(
     @functools.partial(jax.jit, compiler_options=options)
     def run(first: jax.Array, segments: jax.Array, parents: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return backends.packed_attention(
+            return packed_attention(
                 q, k, v, segments, parents, scale=scale, impl=impl, positions=positions, window=window,
                 first=first if slices else 0, interpret=interpret,
             )  # fmt: skip
@@ -68,18 +76,16 @@ def self_check(
         return out, *pull(d_out[part])
 
     errors = []
-    for row, segments, parents, positions in _rows(backends.BACKENDS[impl].shares_prompts):
+    for row, segments, parents, positions in _rows(BACKENDS[impl].shares_prompts):
         seen = _seen(segments, parents, positions, window)
         expected = _dense([np.asarray(x, np.float64) for x in (q, k, v, d_out)], seen, scale, part)
         try:
             found = jax.device_get(run(jnp.int32(first), segments, parents, positions))  # a GPU fails here, not before
-        except backends.AttentionError:
+        except AttentionError:
             raise
         except Exception as error:  # kernels and private modules of jax fail in many ways, a missing name among them
             reason = str(error) or type(error).__name__
-            raise backends.AttentionError(
-                f'attention {impl!r} does not run here: {reason}; {_way_out(impl)}'
-            ) from error
+            raise AttentionError(f'attention {impl!r} does not run here: {reason}; {_way_out(impl)}') from error
         for name, value, reference in zip(('output', *_GRADIENTS), found, expected, strict=True):
             what, measured = f'{name} of {row}', np.asarray(value, np.float64)
             errors.append(_compare(impl, what, measured, reference, jnp.dtype(dtype).name))
@@ -101,20 +107,20 @@ def choose_checked(
 
     Raises AttentionError if a backend that was asked for by name fails its self-check.
     """
-    platform, capability = backends.local_device()
+    platform, capability = local_device()
     excluded: dict[str, str] = {}
     while True:
-        name = backends.choose_implementation(
+        name = choose_implementation(
             impl, platform=platform, capability=capability, tokens=tokens, dtype=dtype, head_dim=head_dim,
             window=window, slices=slices, excluded=excluded,
         )  # fmt: skip
         try:
             _check_once(
-                name, backends.BACKENDS[name], (platform, capability), backends.jax_settings(),
+                name, BACKENDS[name], (platform, capability), jax_settings(),
                 jnp.dtype(dtype).name, head_dim, window is not None, slices,
             )  # fmt: skip
             return name, tuple(excluded.values())
-        except backends.AttentionError as error:
+        except AttentionError as error:
             if impl != 'auto':
                 raise
             excluded[name] = str(error)
@@ -123,7 +129,7 @@ def choose_checked(
 @functools.lru_cache(maxsize=64)  # a check that fails raises, and is not kept
 def _check_once(
     impl: str,
-    backend: backends.Backend,
+    backend: Backend,
     device: tuple[str, tuple[int, int] | None],
     settings: str,
     dtype: str,
@@ -184,7 +190,7 @@ def _compare(impl: str, what: str, found: np.ndarray, expected: np.ndarray, dtyp
         allowed = _ALLOWED_FLOAT32_ON_CPU
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not error <= allowed:  # NaN fails too
-        raise backends.AttentionError(
+        raise AttentionError(
             f'attention {impl!r} fails its self-check: {what} is off by {error:.2g} of its largest value in {dtype} on '
             f'{jax.default_backend()!r}, allowed are {allowed:g}; {_way_out(impl)}'
         )
