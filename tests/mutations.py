@@ -985,14 +985,14 @@ MUTATIONS = [
     ),
     Mutation(
         'run the last block of an answer whatever its language',
-        'areal_jax.tasks.code.program_run:find_code',
+        'areal_jax.tasks.code.judge:find_code',
         'for block in reversed(blocks) if block.is_python',
         'for block in reversed(blocks)',
         'tests/tasks/code/test_code_block.py',
     ),
     Mutation(
         'end a block at a fence within its code',
-        'areal_jax.tasks.code.program_run:_ends',
+        'areal_jax.tasks.code.judge:_ends',
         "return is_alike and len(fence['indent'].expandtabs()) < len(opened['indent'].expandtabs()) + _INNER",
         'return True',
         'tests/tasks/code/test_code_block.py',
@@ -1118,7 +1118,7 @@ MUTATIONS = [
     ),
     Mutation(
         'let a program give itself the label of an answer that passes',
-        'areal_jax.tasks.code.program_run',
+        'areal_jax.tasks.code.judge',
         "'wrong', 'syntax', 'exception', 'memory_limit', 'forbidden'",
         "'wrong', 'syntax', 'exception', 'memory_limit', 'forbidden', 'visible_only'",
         'tests/tasks/code/test_judge.py',
@@ -1132,14 +1132,14 @@ MUTATIONS = [
     ),
     Mutation(
         'count a sleeping answer as one that the machine lost',
-        'areal_jax.tasks.code.program_run:ProgramTime._has_slept',
+        'areal_jax.tasks.code.judge:ProgramTime._has_slept',
         'if self._meter.waits():',
         'if True:',
         'tests/tasks/code/test_check_time.py',
     ),
     Mutation(
         'look for what waits for a processor when the answer says something',
-        'areal_jax.tasks.code.program_run:ProgramTime._has_slept',
+        'areal_jax.tasks.code.judge:ProgramTime._has_slept',
         'now_s >= self._next_s or',
         'True or',
         'tests/tasks/code/test_check_time.py',
@@ -1160,7 +1160,7 @@ MUTATIONS = [
     ),
     Mutation(
         'let a check take as long as its inputs allow together',
-        'areal_jax.tasks.code.program_run:CheckTime.judge_budget',
+        'areal_jax.tasks.code.judge:CheckTime.judge_budget',
         'if self.left_s > 0:',
         'if True:',
         'tests/tasks/code/test_check_time.py',

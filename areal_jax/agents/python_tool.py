@@ -21,7 +21,7 @@ from areal_jax.agents.dialogue import ToolFailedError
 from areal_jax.config.agent_fields import PYTHON
 from areal_jax.files import JsonObject
 from areal_jax.tasks.code import program_worker
-from areal_jax.tasks.code.program_run import ProgramLimits
+from areal_jax.tasks.code.judge import ProgramLimits
 from areal_jax.workers.descendants import MARK, kill_processes, list_marked
 from areal_jax.workers.sandbox.confinement import SandboxError, wrap_command
 from areal_jax.workers.worker_process import worker_environment

@@ -32,8 +32,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _prepare_ours(count: int) -> tuple[Callable[[], int], Callable[[], None]]:
     from areal_jax.tasks.code.code_task import list_human_eval
-    from areal_jax.tasks.code.judge import Judge
-    from areal_jax.tasks.code.program_run import find_code
+    from areal_jax.tasks.code.judge import Judge, find_code
 
     judge = Judge('landlock')
     limits = {'time_limit_s': _TIMEOUT_S, 'memory_limit_mb': 512}

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from areal_jax.tasks.code.code_task import list_human_eval
-from areal_jax.tasks.code.judge import Judge, Judgement
-from areal_jax.tasks.code.program_run import find_code
+from areal_jax.tasks.code.judge import Judge, Judgement, find_code
 from areal_jax.tasks.task import Problem
 from tests.tasks.code.hacks import HACKS
 

@@ -14,7 +14,7 @@ import pytest
 
 from areal_jax.agents.dialogue import ToolFailedError
 from areal_jax.agents.python_tool import PythonTool
-from areal_jax.tasks.code.program_run import ProgramLimits
+from areal_jax.tasks.code.judge import ProgramLimits
 from areal_jax.workers.descendants import list_descendants
 from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, CONFINING, LANDLOCK, SandboxError, find_abi, wrap_command
 from tests.tasks.process_table import all_end, is_alive

@@ -17,8 +17,7 @@ from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
 from areal_jax.tasks.code import function_families
-from areal_jax.tasks.code.judge import Judge
-from areal_jax.tasks.code.program_run import CheckTime, find_code
+from areal_jax.tasks.code.judge import CheckTime, Judge, find_code
 from areal_jax.tasks.scoring.score_call import MachineFaultError, Score
 from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import OF_CODE, LineKeys, read_objects, require_text

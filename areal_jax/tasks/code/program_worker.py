@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.code.program_run import PRELOADED, PROGRAM, ProgramLimits, run_program
+from areal_jax.tasks.code.judge import PRELOADED, PROGRAM, ProgramLimits, run_program
 from areal_jax.workers.descendants import die_with_parent
 from areal_jax.workers.sandbox.confined_children import ConfinedChildren, ServerLostError
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from areal_jax.tasks.code import code_task
-from areal_jax.tasks.code.judge import Judge
-from areal_jax.tasks.code.program_run import PROGRAM, ProgramLimits, run_program
+from areal_jax.tasks.code.judge import PROGRAM, Judge, ProgramLimits, run_program
 from areal_jax.workers.sandbox import confined_children
 from areal_jax.workers.sandbox.confined_children import ConfinedChildren
 from areal_jax.workers.sandbox.confinement import find_abi

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from areal_jax.tasks.code import code_task, program_run
-from areal_jax.tasks.code.program_run import PRELOADED, PROGRAM, CheckTime, ProgramLimits, ProgramTime, run_program
+from areal_jax.tasks.code import code_task
+from areal_jax.tasks.code import judge as judging
+from areal_jax.tasks.code.judge import PRELOADED, PROGRAM, CheckTime, ProgramLimits, ProgramTime, run_program
 from areal_jax.workers.sandbox import control_group
 from areal_jax.workers.sandbox.confined_children import ConfinedChildren, ServerLostError
 from areal_jax.workers.sandbox.confinement import find_abi
@@ -49,14 +50,14 @@ def children(start):
 @needs_landlock
 @pytest.mark.parametrize('how', [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in STARVE])
 def test_an_answer_that_starves_itself_is_late(children, how, monkeypatch):
-    monkeypatch.setattr(program_run, 'STARVED_WALL', 1e6)  # a machine that is busy with other tests is waited for
+    monkeypatch.setattr(judging, 'STARVED_WALL', 1e6)  # a machine that is busy with other tests is waited for
     end = run_program(children, FORK + STARVE[how], b'', ProgramLimits(0.3, 512, 10_000))
     assert end.label == 'time_limit', end
 
 
 @needs_landlock
 def test_a_function_that_starves_its_tests_is_late(judge, monkeypatch):
-    monkeypatch.setattr(program_run, 'STARVED_WALL', 1e6)
+    monkeypatch.setattr(judging, 'STARVED_WALL', 1e6)
     body = 'fork(14, lambda: burn(1e9))\n    burn(1e9)'
     row = {'question': '?', 'entry_point': 'f', 'tests': [[[1], 1]], 'time_limit_s': 0.3}
     problem = {'memory_limit_mb': 512, **code_task.complete_problem(row, 'here')}
@@ -80,7 +81,7 @@ class _Time:
 
     def __init__(self, monkeypatch):
         self.now_s, self.is_waiting, self.looks = 0.0, True, 0
-        monkeypatch.setattr(program_run.time, 'monotonic', lambda: self.now_s)
+        monkeypatch.setattr(judging.time, 'monotonic', lambda: self.now_s)
 
     def waits(self):
         self.looks += 1

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from areal_jax.tasks.code.program_run import find_code
+from areal_jax.tasks.code.judge import find_code
 
 CODE = 'def f(x):\n    return x\n'
 OTHER = 'def f(x):\n    return 0\n'
