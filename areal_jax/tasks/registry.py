@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from areal_jax.errors import suggest
 from areal_jax.plugins import is_environment, is_own, load_function, raising_user_error
-from areal_jax.tasks import verifiers_task
+from areal_jax.tasks.environments import verifiers_task
 from areal_jax.tasks.task import ListedTask, Task, TaskError, require_json
 from areal_jax.text.tokenizer import Tokenizer
 

@@ -31,8 +31,8 @@ from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
 from areal_jax.rollout.workflow import SingleTurn
-from areal_jax.tasks import verifiers_task
 from areal_jax.tasks.code.judge import ProgramLimits
+from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.chat_template import describe_untold
 from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import Prompt, SamplingParams

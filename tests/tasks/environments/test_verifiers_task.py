@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from areal_jax.errors import UserError
+from areal_jax.tasks.environments.verifiers_task import describe_environment, make_messages, score
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.verifiers_task import describe_environment, make_messages, score
 from areal_jax.text.tokenizer import CharacterTokenizer
 
 NAME = 'verifiers:toy'
