@@ -6,7 +6,6 @@ Nothing here imports jax, so a mistake is reported at once.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
@@ -16,7 +15,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from absl import flags
 from ml_collections import config_dict, config_flags
@@ -33,8 +32,7 @@ from areal_jax.files import describe_url, require_local
 from areal_jax.installation import PACKAGE, list_configs, locate_file
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigFile:
+class ConfigFile(NamedTuple):
     """A config file as named by FILE, FILE:ARGUMENT, package:configs/FILE[:ARGUMENT] or NAME[:ARGUMENT]."""
 
     name: str  # without the argument: 'configs/a.py' as given, 'package:configs/tiny_cpu.py' for 'tiny_cpu'
@@ -54,7 +52,7 @@ class ConfigFile:
         """`source` with an absolute path, for other working directories; a file of the package needs none."""
         if self.name.startswith(PACKAGE):
             return self.source
-        return dataclasses.replace(self, name=str(self.path.absolute())).source
+        return self._replace(name=str(self.path.absolute())).source
 
 
 def find_config_file(source: str) -> ConfigFile:
@@ -87,8 +85,7 @@ class CommandLineError(UserError, ValueError):
     """A command line, or the config file it names, that cannot be used; the message names the part and the fix."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CommandLine:
+class CommandLine(NamedTuple):
     """The config of a command, where it came from, and the fields that the command line sets."""
 
     config: config_dict.ConfigDict  # of the file, overrides applied, valid

@@ -329,7 +329,7 @@ SECTIONS: Mapping[str, Section] = {
             'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
             'code: docs/code_rewards.md; verifiers:TASKSET: docs/agents.md',
         ),
-        options=Options('FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
+        options=Options({}, 'FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
         reward=Path('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts(

@@ -7,9 +7,8 @@ functions by name, 'package.module:function', so that the table imports neither 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.plugins import is_own, load_function, raising_user_error
@@ -18,8 +17,7 @@ SERVER, CHANNEL = 'rollout.server', 'publication.channel'
 Reference: TypeAlias = str | Callable[..., Any]  # 'package.module:function', or the function
 
 
-@dataclasses.dataclass(frozen=True)
-class ClientKind:
+class ClientKind(NamedTuple):
     """A protocol that this project speaks with a server."""
 
     name: str  # `kind` of the entry in the registry; the address in rollout.urls is 'NAME+http://host:port'
@@ -28,8 +26,7 @@ class ClientKind:
     packs_tied_head: bool = False  # on a CPU it keeps the first version's head if that is tied to the embedding
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The functions that start servers of a kind."""
 
     serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
@@ -41,8 +38,7 @@ class Launch:
     registers_at_start: bool = False  # its entry is in the registry while the server is still being built
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerKind:
+class ServerKind(NamedTuple):
     """A source of answers."""
 
     name: str
@@ -67,8 +63,7 @@ class ServerKind:
         return not self.clients
 
 
-@dataclasses.dataclass(frozen=True)
-class ChannelKind:
+class ChannelKind(NamedTuple):
     """A channel that carries weights from the learner to the engines."""
 
     name: str
