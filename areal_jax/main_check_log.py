@@ -11,15 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse
 from areal_jax.errors import ExitCode, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the log and prints the result; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _check(pathlib.Path(options.file)), doing=f'reading {options.file}')
 
 

@@ -11,15 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, parse
 from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the fields; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    words = _build_parser().parse_args(arguments).words
+    words = parse(COMMAND, arguments).words
     return end_command(lambda: _print(words), doing='printing fields')
 
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse
 from areal_jax.config.declarations import DTYPES
 from areal_jax.errors import ExitCode, UserError
 
@@ -18,9 +18,7 @@ _OF_PUSH = ('private', 'revision', 'message')
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exports the weights and prints where; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _export(options), doing=f'writing to {options.out or tempfile.gettempdir()}')
 
 

@@ -10,15 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Searches and prints the plan; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _plan(options), doing='writing to the directory for temporary files')
 
 

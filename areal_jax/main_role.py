@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, code_of_stopped_server, end_command
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts, code_of_stopped_server
+from areal_jax.commands.command import (
+    EXITS_OF_TRAINING,
+    FIELDS_OF_ROLES,
+    ROLES_OF_TINY,
+    Command,
+    Example,
+    answer,
+    run_command,
+)
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
     from areal_jax.app.roles.roles import RoleProcess
     from areal_jax.config.cluster import Role
 
-# Slow imports come after the signal handlers are set and the command line is parsed. A controller never imports jax.
+# A controller never imports jax.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -139,10 +146,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts('the same role goes on') as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir', 'the same role goes on')
 
 
 if __name__ == '__main__':

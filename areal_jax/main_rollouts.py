@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 # equal to rollout_views.ORDERS, which --help does not import
@@ -20,9 +20,7 @@ _WIDTH = 100  # if the output is not a terminal
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the answers; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_intermixed_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _show(options), doing=f'reading {options.workdir}')
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS, Command, Example, answer, run_command
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from absl import flags
 
     from areal_jax.registry import Heartbeat
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -150,10 +147,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts(again='the same command serves again') as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='serving', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'serving', 'the same command serves again')
 
 
 if __name__ == '__main__':

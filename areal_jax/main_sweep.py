@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer, run_command
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from areal_jax.app.command_line import CommandLine
     from areal_jax.app.sweep.arms import Arm
     from areal_jax.app.sweep.sweep_results import Results
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -205,12 +203,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts(again='the same command goes on') as interrupts:
-        code = end_command(
-            lambda: main(sys.argv, interrupts), doing='writing to the workdir of the sweep', again=interrupts.again
-        )
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir of the sweep', 'the same command goes on')
 
 
 if __name__ == '__main__':

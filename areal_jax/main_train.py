@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command, judge_training
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts, judge_training
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer, run_command
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
     from absl import flags
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -117,10 +114,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir')
 
 
 if __name__ == '__main__':

@@ -17,7 +17,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from areal_jax.errors import ExitCode
+from areal_jax.app.process.ending import RESUME, Interrupts, ProcessEnd, end_command
+from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import describe_url
 from areal_jax.installation import __version__
 
@@ -116,6 +117,31 @@ class Parser(argparse.ArgumentParser):
         message = re.sub('^argument ([^ :]+): =', r'\1=', message)
         print(f'error: {message}; see {self.prog} --help', file=sys.stderr)
         raise SystemExit(ExitCode.USER_ERROR)
+
+
+def parse(command: Command, words: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the words after the program, None = of this process, with argparse; answers --help and --version."""
+    words = sys.argv[1:] if words is None else words
+    answer(command, words)
+    parser = command.flags()
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser.parse_intermixed_args(words)
+
+
+def run_command(main: Callable[[Sequence[str], Interrupts], int], doing: str, again: str = RESUME) -> NoReturn:
+    """Runs a command that a signal may stop, and ends the process with its exit code; for the arguments: end_command.
+
+    `main` imports what is slow, jax above all, after the signal handlers are set and the command line is parsed.
+    """
+    end = ProcessEnd()
+    with Interrupts(again) as interrupts:
+        sys.exit(end.note(end_command(lambda: main(sys.argv, interrupts), doing, again)))
+
+
+def require_place(option: str, path: pathlib.Path) -> None:
+    """Raises UserError for a file that cannot be made: its path is a directory, or in none."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f'{option}={path} is a directory, or in none; name a file in a directory that exists')
 
 
 @dataclasses.dataclass(frozen=True)
