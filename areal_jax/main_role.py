@@ -73,7 +73,7 @@ def _generate(command: CommandLine, process: RoleProcess, interrupts: Interrupts
 def _export(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
     os.environ['JAX_PLATFORMS'] = 'cpu'  # devices belong to other roles
 
-    from areal_jax.app.roles.exporter_role import serve_exports
+    from areal_jax.app.export.run_export import serve_exports
 
     has_finished = serve_exports(command.config, process, interrupts)
     return ExitCode.FINISHED if has_finished else code_of_stopped_server()

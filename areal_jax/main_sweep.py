@@ -35,6 +35,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import defines, parse_command, require_workdir
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.sweep.arms import (
+        Runner,
         measure_arm,
         note_sweep,
         read_arms,
@@ -43,7 +44,6 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         require_same_sweep,
         select_arms,
     )
-    from areal_jax.app.sweep.runner import Runner
     from areal_jax.files import DirectoryLock
 
     silence_libraries()

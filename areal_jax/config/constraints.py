@@ -34,8 +34,12 @@ from areal_jax.config.generation import (
     find_sparing_problems,
 )
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
-from areal_jax.config.loss import find_critic_problems
-from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems, find_reference_problems
+from areal_jax.config.loss import (
+    find_critic_problems,
+    find_group_problems,
+    find_objective_problems,
+    find_reference_problems,
+)
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import find_reallocation_problems
 from areal_jax.config.training import (

@@ -17,9 +17,17 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.sweep.arms import TRAINER, Arm, ArmState, make_arms, note_sweep, read_state, require_same_sweep
+from areal_jax.app.sweep.arms import (
+    TRAINER,
+    Arm,
+    ArmState,
+    Runner,
+    make_arms,
+    note_sweep,
+    read_state,
+    require_same_sweep,
+)
 from areal_jax.app.sweep.endpoints import read_record
-from areal_jax.app.sweep.runner import Runner
 from areal_jax.app.workdir.run_list import LOG, read_end
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.report.report import FILE as REPORT

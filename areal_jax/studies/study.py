@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.sweep.arms import Arm, read_state
-from areal_jax.app.sweep.runner import Job, Runner
+from areal_jax.app.sweep.arms import Arm, Job, Runner, read_state
 from areal_jax.config import flatten
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError

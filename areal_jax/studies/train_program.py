@@ -20,7 +20,7 @@ from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import ArmResult, train_arms
-from areal_jax.studies.score import make_scorer
+from areal_jax.studies.score_runs import make_scorer
 from areal_jax.studies.stages import read_list
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE as METRICS
