@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from areal_jax.commands.command import (
     Command,
-    Flag,
     describe_flag,
     describe_sections,
     find_commands,
@@ -58,7 +57,7 @@ def _render_command(command: Command) -> str:
     notes = [command.notes, ''] if command.notes else []
     return '\n'.join([
         f'## {command.program}', '', command.purpose, '', '```text', *usage, '```', '', *notes,
-        *_render_table(('flag', 'meaning'), [_render_flag(flag) for flag in list_flags(command)]),
+        *_render_table(('flag', 'meaning'), [(f'`{flag.form}`', describe_flag(flag)) for flag in list_flags(command)]),
         *_render_fields(command),
         '```bash', *examples, '```', '',
         *_render_table(('exit code', 'meaning'), exits),
@@ -71,10 +70,6 @@ def _render_fields(command: Command) -> list[str]:
     return _render_table(
         ('field, with its default', 'meaning'), [(f'`{name}`', text) for name, text in list_fields(command)]
     )
-
-
-def _render_flag(flag: Flag) -> tuple[str, str]:
-    return f'`{flag.form}`', describe_flag(flag)
 
 
 def _render_table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:

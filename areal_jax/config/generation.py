@@ -57,14 +57,6 @@ def _decodes(c: Config) -> bool:
     return _has_own_engines(c) and not c.simulation.prices
 
 
-def _checks_servers(c: Config) -> bool:
-    return uses_servers(c) and not c.simulation.prices
-
-
-def _holds_leases(c: Config) -> bool:
-    return find_server(c.rollout.server).leases_pauses and not c.simulation.prices
-
-
 def _has_episodes(c: Config) -> bool:
     """Tells whether answers may be episodes of agents; the user's own workflow decides that when it is called."""
     if c.simulation.prices:
@@ -175,13 +167,16 @@ class RolloutSection(ConfigSection):
         3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped', used_if=uses_servers
     )
     pause_lease_s: float = real(
-        90.0, LEASE, 'own, jetstream: a server that a lost run has paused serves after so long', used_if=_holds_leases
+        90.0,
+        LEASE,
+        'own, jetstream: a server that a lost run has paused serves after so long',
+        used_if=lambda c: find_server(c.rollout.server).leases_pauses and not c.simulation.prices,
     )
     max_mismatch: float | None = real(
         None,
         POSITIVE,
         'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else',
-        used_if=_checks_servers,
+        used_if=lambda c: uses_servers(c) and not c.simulation.prices,
     )
     workflow: str = own_choice(
         'single_turn',

@@ -48,10 +48,6 @@ def _reads_choice(name: str, c: Config) -> bool:
     return name in list_set(c.loss)
 
 
-def _filters(c: Config) -> bool:
-    return generates(c) and c.learner.filter_equal_rewards
-
-
 def _has_pairs(c: Config) -> bool:
     kind = find_objective(c.loss.objective)
     return kind.given == PAIRS and not kind.scores
@@ -101,7 +97,7 @@ class LossSection(_Chosen):
         'kept',
         ('kept', 'all'),
         'kept: the fewer groups filter_equal_rewards keeps, the more each weighs',
-        used_if=_filters,
+        used_if=lambda c: generates(c) and c.learner.filter_equal_rewards,
     )
     truncated_sampling: str = choice(
         'refuse',

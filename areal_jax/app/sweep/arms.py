@@ -99,8 +99,8 @@ def read_arms(command: CommandLine, workdir: pathlib.Path) -> list[Arm]:
 def make_arms(command: CommandLine, found: Mapping[str, object], workdir: pathlib.Path) -> list[Arm]:
     """Makes arms from {name: overrides}, in order, each with a workdir below `workdir`; raises like `read_arms`."""
     source = command.source
-    common = _common_overrides(command)
     base = dict(flatten(command.config.copy_and_resolve_references()))
+    common = {path: base[path] for path in command.overrides}
     arms = []
     for name, overrides in found.items():
         _require_name(source, name)
@@ -164,11 +164,6 @@ def _require_name(source: str, name: object) -> None:
         )
 
 
-def _common_overrides(command: CommandLine) -> dict[str, Value]:
-    values = dict(flatten(command.config.copy_and_resolve_references()))
-    return {path: values[path] for path in command.overrides}
-
-
 def _build_arm(
     source: str,
     name: str,
@@ -190,7 +185,7 @@ def _build_arm(
     for path, value in wanted.items():
         if value is None and base.get(path, '') is None:
             continue  # unchanged from the file; a flag cannot express it
-        words.append(f'--config.{path}={_format(value)}')
+        words.append(f'--config.{path}={value if isinstance(value, str) else repr(value)}')
     arguments = (f'--config={source}', f'--workdir={workdir}', *words)
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, '', flag_values=values)
@@ -210,11 +205,6 @@ def _require_field(path: object, value: object) -> None:
         FIELDS[free].require_type(free, {path.rpartition('.')[2]: value})
     else:
         raise unknown_field(path)
-
-
-def _format(value: Value) -> str:
-    """Formats a value for a flag of the command line."""
-    return value if isinstance(value, str) else repr(value)
 
 
 def _require_as_given(config: config_dict.ConfigDict, wanted: Overrides) -> None:
