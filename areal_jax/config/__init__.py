@@ -1,7 +1,9 @@
 """The config of a run: made from the declared fields, validated before any device is touched, and read with a record.
 
 declarations.py says which fields there are. Experiment files call `default_config`, the command line and the sessions
-call `validate`, and app/ builds a run from a `TrackedConfig`.
+call `validate`, and app/ builds a run from a `TrackedConfig`. The rules that join several fields are at the end: each
+value is legal alone, together they cannot run. Rules of one field are in declarations.py, rules of one section in its
+file.
 """
 
 from __future__ import annotations

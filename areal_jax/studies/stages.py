@@ -145,12 +145,7 @@ class Stage:
 
 
 class StageMaker:
-    """Makes the stages of a plan.
-
-    Args:
-      command: of the study; all arms get the fields that it sets.
-      workdir: of the study.
-    """
+    """Makes the stages of a plan; all arms get the fields that `command` sets."""
 
     def __init__(self, command: CommandLine, plan: Plan, workdir: pathlib.Path):
         self._command, self._plan, self._workdir = command, plan, workdir
@@ -350,11 +345,7 @@ _PURPOSE = "which returns {'full': arms, 'quick': arms}, arms as {'ROW.COLUMN.TA
 
 
 class ProgramSweep:
-    """A sweep in its directory.
-
-    Args:
-      form: 'full' or 'quick'.
-      jobs: programs at a time.
+    """A sweep in its directory, in the form 'full' or 'quick'; `jobs` are programs at a time.
 
     Raises UserError for an arm that cannot run, or that no program can train, and for a directory that does not belong
     to this sweep.

@@ -53,13 +53,9 @@ def read_plan(command: CommandLine, form: str) -> Plan:
 
 
 class Study:
-    """A study in its directory.
+    """A study in its directory; an unfinished study of the same plan continues.
 
-    Args:
-      command: with the config file, which has get_config() and get_study().
-      form: one of FORMS.
-      workdir: of the study; an unfinished study of the same plan continues.
-      jobs: programs and runs at a time; None = as in the plan.
+    `form` is one of FORMS, `jobs` are programs and runs at a time, as the plan says if it is None.
 
     Raises UserError for a plan with an arm that cannot run, and for a directory that does not belong to this study.
     """

@@ -208,9 +208,6 @@ def find_key(workdir: pathlib.Path | None = None) -> str:
     """Returns the value of the variable; without one, the key of the run, which its first process creates.
 
     Returns '' if there is neither. Raises KeyFileError for a file that others could read.
-
-    Args:
-      workdir: of the run; None = no run.
     """
     if given := os.environ.get(API_KEY, ''):
         return given
