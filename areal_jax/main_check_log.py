@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode, UserError
 
 
@@ -50,10 +50,12 @@ COMMAND = Command(
     purpose='Checks the event log of a run against the rules of the loop, and names the first line that breaks one.',
     usage=('FILE',),
     flags=_build_parser,
-    examples=(
-        Example('the log of a run', 'areal-check-log runs/tiny'),
-        Example('the file itself', 'areal-check-log runs/tiny/events.jsonl'),
-    ),
+    examples="""
+    # the log of a run
+    areal-check-log runs/tiny
+    # the file itself
+    areal-check-log runs/tiny/events.jsonl
+    """,
     exits={
         **EXITS,
         ExitCode.FINISHED: 'every event keeps the rules',

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, parse
+from areal_jax.commands.command import EXITS, Command, Parser, parse
 from areal_jax.errors import ExitCode
 
 
@@ -50,10 +50,12 @@ COMMAND = Command(
     purpose='Prints fields of the config with default, allowed values and meaning, found by name, section or word.',
     usage=('[WORD ...]',),
     flags=_build_parser,
-    examples=(
-        Example('one field', 'areal-config staleness.eta'),
-        Example('all fields that say something of memory', 'areal-config memory'),
-    ),
+    examples="""
+    # one field
+    areal-config staleness.eta
+    # all fields that say something of memory
+    areal-config memory
+    """,
     exits=EXITS,
     notes='Without words it lists the sections of the config, and the configs that come with the package.',
 )

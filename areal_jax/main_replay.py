@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse, require_place
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse, require_place
 from areal_jax.errors import ExitCode, UserError
 
 # Slow imports come after the command line is parsed.
@@ -100,10 +100,12 @@ COMMAND = Command(
         '--from=FILE [--out=DIR] [--data=FIELD=PATH ...] [--json=FILE]',
     ),
     flags=_build_parser,
-    examples=(
-        Example('pack a run into one file', 'areal-replay --workdir=runs/tiny --portable=tiny.replay'),
-        Example('replay it, here or on another machine', 'areal-replay --from=tiny.replay --out=runs/tiny_again'),
-    ),
+    examples="""
+    # pack a run into one file
+    areal-replay --workdir=runs/tiny --portable=tiny.replay
+    # replay it, here or on another machine
+    areal-replay --from=tiny.replay --out=runs/tiny_again
+    """,
     exits={
         **EXITS,
         ExitCode.FINISHED: 'equal, event by event and in its weights',

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse, require_place
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse, require_place
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
 
@@ -87,12 +87,12 @@ COMMAND = Command(
     purpose='Makes the report, the timeline and the plots of a run again, or sets several runs beside each other.',
     usage=('--workdir=RUN [--no-plots] [--json=FILE]', '--compare RUN RUN ... [--no-plots] [--out=FILE]'),
     flags=_build_parser,
-    examples=(
-        Example('the report of a run, finished or not', 'areal-report --workdir=runs/tiny'),
-        Example(
-            'two runs on the terminal and in a page', 'areal-report --compare runs/tiny runs/other --out=both.html'
-        ),
-    ),
+    examples="""
+    # the report of a run, finished or not
+    areal-report --workdir=runs/tiny
+    # two runs on the terminal and in a page
+    areal-report --compare runs/tiny runs/other --out=both.html
+    """,
     exits=EXITS,
 )
 

@@ -13,7 +13,6 @@ from areal_jax.commands.command import (
     FIELDS_OF_ROLES,
     ROLES_OF_TINY,
     Command,
-    Example,
     answer,
     run_command,
 )
@@ -129,13 +128,12 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the controller of a run with one learner process and one engine',
-            f'areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}',
-        ),
-        Example('its engine', f'areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}'),
-    ),
+    examples=f"""
+    # the controller of a run with one learner process and one engine
+    areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}
+    # its engine
+    areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}
+    """,
     fields=FIELDS_OF_ROLES,
     choices={'role': tuple(ROLES)},
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal or by a lost process: the same role goes on'},

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path, parse
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 # keys of run_list.ORDERS, which --help does not import
@@ -60,10 +60,12 @@ COMMAND = Command(
     purpose='Lists the runs below a directory: state, updates, scores, and the fields in which their configs differ.',
     usage=('DIR [FILTER ...] [--sort=ORDER] [--all] [--json]',),
     flags=_build_parser,
-    examples=(
-        Example('all runs', 'areal-runs runs'),
-        Example('the finished ones of an eta', 'areal-runs runs staleness.eta=4 state=finished'),
-    ),
+    examples="""
+    # all runs
+    areal-runs runs
+    # the finished ones of an eta
+    areal-runs runs staleness.eta=4 state=finished
+    """,
     exits=EXITS,
 )
 

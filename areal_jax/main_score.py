@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.commands.command import EXITS, Command, Example, answer, run_command
+from areal_jax.commands.command import EXITS, Command, answer, run_command
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -83,17 +83,13 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the answers of an evaluation once more',
-            'areal-score --config=configs/tiny_cpu.py --answers=runs/tiny_eval/answers.jsonl --out=scores.jsonl',
-        ),
-        Example(
-            'answers of your own, by four processes, with numbers for a program',
-            'areal-score --config=configs/tiny_cpu.py --answers=answers.jsonl --out=scores.jsonl --workers=4 --json '
-            '--config.task.verifier=process',
-        ),
-    ),
+    examples="""
+    # the answers of an evaluation once more
+    areal-score --config=configs/tiny_cpu.py --answers=runs/tiny_eval/answers.jsonl --out=scores.jsonl
+    # answers of your own, by four processes, with numbers for a program
+    areal-score --config=configs/tiny_cpu.py --answers=answers.jsonl --out=scores.jsonl --workers=4 --json \
+        --config.task.verifier=process
+    """,
     fields=(
         'task.name', 'task.path', 'task.answer', 'task.reward', 'task.verifier', 'task.verifier_workers',
         'task.verifier_deadline_s', 'task.verifier_attempts', 'task.verifier_memory_mb', 'model.source', 'model.path',

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.commands.command import EXITS, Command, Example, answer, run_command
+from areal_jax.commands.command import EXITS, Command, answer, run_command
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -118,21 +118,14 @@ COMMAND = Command(
         '[--insecure] [--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the newest weights of a run, at port 8000 of this machine',
-            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000',
-        ),
-        Example(
-            'the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY',
-            'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 '
-            '--host=0.0.0.0',
-        ),
-        Example(
-            "behind JetStream's orchestrator and gRPC server, in the environment of launch/jetstream_environment.sh",
-            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=9000 --config.rollout.server=jetstream',
-        ),
-    ),
+    examples="""
+    # the newest weights of a run, at port 8000 of this machine
+    areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000
+    # the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY
+    AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 --host=0.0.0.0
+    # behind JetStream's orchestrator and gRPC server, in the environment of launch/jetstream_environment.sh
+    areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=9000 --config.rollout.server=jetstream
+    """,
     fields=(
         'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
         'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.commands.command import EXITS, Command, Example, answer, run_command
+from areal_jax.commands.command import EXITS, Command, answer, run_command
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -94,16 +94,12 @@ COMMAND = Command(
         '--calibrate=RUN,RUN --out=FILE [--predict=RUN,RUN] [--json=FILE]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'sixteen accelerators and a model of 1.5 billion parameters, in about a minute',
-            'areal-simulate --config=configs/simulate/sixteen.py --workdir=runs/sixteen',
-        ),
-        Example(
-            'fit prices to two runs, and predict a third with them',
-            'areal-simulate --calibrate=runs/one,runs/two --out=prices.json --predict=runs/three',
-        ),
-    ),
+    examples="""
+    # sixteen accelerators and a model of 1.5 billion parameters, in about a minute
+    areal-simulate --config=configs/simulate/sixteen.py --workdir=runs/sixteen
+    # fit prices to two runs, and predict a third with them
+    areal-simulate --calibrate=runs/one,runs/two --out=prices.json --predict=runs/three
+    """,
     fields=(
         *('simulation.prices', 'simulation.chip', 'simulation.model', 'simulation.answers', 'simulation.prompts'),
         *('cluster.learner', 'cluster.engines', 'rollout.slots', 'rollout.max_running_groups', 'staleness.eta'),

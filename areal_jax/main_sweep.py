@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer, run_command
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, answer, run_command
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
@@ -184,16 +184,12 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=define_flags,
-    examples=(
-        Example(
-            'what a sweep would run',
-            'areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --dry_run',
-        ),
-        Example(
-            'two arms at a time; the same command goes on after a stop',
-            'areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --jobs=2',
-        ),
-    ),
+    examples="""
+    # what a sweep would run
+    areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --dry_run
+    # two arms at a time; the same command goes on after a stop
+    areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --jobs=2
+    """,
     fields=FIELDS_OF_TRAINING,
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal: the same command goes on'},
     notes='FILE has get_sweep(), get_study() or get_programs() beside get_config(). Fields that the command line sets '

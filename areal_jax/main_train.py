@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts, judge_training
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer, run_command
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, answer, run_command
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -98,15 +98,12 @@ COMMAND = Command(
         '--config=FILE[:ARGUMENT] --dry_run [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'a small run, in about a minute on a CPU', 'areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny'
-        ),
-        Example(
-            'more updates of it, with the newest checkpoint as start',
-            'areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny --resume --config.run.steps=30',
-        ),
-    ),
+    examples="""
+    # a small run, in about a minute on a CPU
+    areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny
+    # more updates of it, with the newest checkpoint as start
+    areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny --resume --config.run.steps=30
+    """,
     fields=FIELDS_OF_TRAINING,
     exits=EXITS_OF_TRAINING,
 )

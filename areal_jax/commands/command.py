@@ -56,14 +56,6 @@ _METAVARS = {'integer': 'N', 'float': 'NUMBER', 'int': 'N', 'str': 'TEXT'}
 
 
 @dataclasses.dataclass(frozen=True)
-class Example:
-    """A command line that can be run in a clone, with its purpose."""
-
-    purpose: str  # 'in fish'
-    line: str  # all words, the program first
-
-
-@dataclasses.dataclass(frozen=True)
 class Command:
     """The declaration of a command: purpose, usage, flags, examples.
 
@@ -73,6 +65,7 @@ class Command:
       usage: one entry per form of the command, without the program; a flag outside brackets is required, and the text
         after its equals sign is its metavar.
       flags: makes the parser; a command with absl flags also takes --config.
+      examples: lines for a shell in a clone, a comment with the purpose before each command.
       fields: the config fields that users of this command set most.
       choices: the values of a flag whose parser does not list them.
       exits: the meaning of each exit code.
@@ -83,7 +76,7 @@ class Command:
     purpose: str
     usage: tuple[str, ...]
     flags: Callable[[], flags.FlagValues | argparse.ArgumentParser]
-    examples: tuple[Example, ...]
+    examples: str
     fields: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     exits: Mapping[ExitCode, str] = dataclasses.field(default_factory=lambda: EXITS)
@@ -93,6 +86,12 @@ class Command:
     def word(self) -> str:
         """The name under `python -m areal_jax`, 'train' for areal-train; '' for a program without one."""
         return self.program.removeprefix('areal-') if self.program.startswith('areal-') else ''
+
+
+def list_examples(command: Command) -> list[tuple[str, str]]:
+    """Returns (purpose, line) of each example; a line has all words, the program first."""
+    lines = [' '.join(line.split()) for line in command.examples.strip().splitlines()]
+    return [(purpose.removeprefix('# '), line) for purpose, line in zip(lines[::2], lines[1::2], strict=True)]
 
 
 def local_path(text: str) -> str:
@@ -386,10 +385,10 @@ def _render_fields(command: Command, width: int) -> list[str]:
 def _render_examples(command: Command, width: int) -> str:
     """Renders the examples; a line that continues ends with a backslash, for a shell."""
     lines = ['Examples, in a clone of the repository:']
-    for example in command.examples:
-        purpose = textwrap.wrap(example.purpose, width - 2 * _INDENT, break_long_words=False)
+    for meaning, line in list_examples(command):
+        purpose = textwrap.wrap(meaning, width - 2 * _INDENT, break_long_words=False)
         lines += [f'{" " * _INDENT}# {part}' for part in purpose]
-        lines += _break_line(example.line, width - _INDENT)
+        lines += _break_line(line, width - _INDENT)
     return '\n'.join(lines)
 
 

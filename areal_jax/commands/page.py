@@ -10,6 +10,7 @@ from areal_jax.commands.command import (
     describe_flag,
     describe_sections,
     find_commands,
+    list_examples,
     list_fields,
     list_flags,
 )
@@ -52,7 +53,7 @@ def render() -> str:
 
 def _render_command(command: Command) -> str:
     usage = [f'{command.program} {form}'.strip() for form in command.usage]
-    examples = [f'# {example.purpose}\n{example.line}' for example in command.examples]
+    examples = [f'# {purpose}\n{line}' for purpose, line in list_examples(command)]
     exits = [(str(int(code)), text) for code, text in sorted(command.exits.items())]
     notes = [command.notes, ''] if command.notes else []
     return '\n'.join([
