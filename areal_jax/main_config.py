@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Parser, parse
+from areal_jax.commands.command import Command, Parser, parse
 from areal_jax.errors import ExitCode
 
 
@@ -56,7 +56,6 @@ COMMAND = Command(
     # all fields that say something of memory
     areal-config memory
     """,
-    exits=EXITS,
     notes='Without words it lists the sections of the config, and the configs that come with the package.',
 )
 

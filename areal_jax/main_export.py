@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
+from areal_jax.commands.command import Command, Parser, local_path, parse
 from areal_jax.config.declarations import DTYPES
 from areal_jax.errors import ExitCode, UserError
 
@@ -96,7 +96,6 @@ COMMAND = Command(
     areal-export --workdir=runs/tiny --step=20 --dtype=bfloat16 --push=me/tiny --private
     """,
     choices={'dtype': DTYPES},
-    exits=EXITS,
 )
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse, require_place
+from areal_jax.commands.command import Command, Parser, local_path, parse, require_place
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
 
@@ -93,7 +93,6 @@ COMMAND = Command(
     # two runs on the terminal and in a page
     areal-report --compare runs/tiny runs/other --out=both.html
     """,
-    exits=EXITS,
 )
 
 

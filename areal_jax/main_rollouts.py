@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
+from areal_jax.commands.command import Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 # equal to rollout_views.ORDERS, which --help does not import
@@ -126,7 +126,6 @@ COMMAND = Command(
     # best and worst of a group of update 12
     areal-rollouts runs/tiny --step=12 --diff
     """,
-    exits=EXITS,
 )
 
 

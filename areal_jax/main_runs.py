@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
+from areal_jax.commands.command import Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 # keys of run_list.ORDERS, which --help does not import
@@ -66,7 +66,6 @@ COMMAND = Command(
     # the finished ones of an eta
     areal-runs runs staleness.eta=4 state=finished
     """,
-    exits=EXITS,
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.commands.command import EXITS, Command, answer, run_command
+from areal_jax.commands.command import Command, answer, run_command
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ COMMAND = Command(
         *('cluster.learner', 'cluster.engines', 'rollout.slots', 'rollout.max_running_groups', 'staleness.eta'),
         *('learner.groups_per_update', 'rollout.group_size', 'run.steps', 'checkpoint.every'),
     ),
-    exits=EXITS,
 )
 
 

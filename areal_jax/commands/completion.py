@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Flag, Parser, find_commands, list_flags, parse
+from areal_jax.commands.command import Command, Flag, Parser, find_commands, list_flags, parse
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice, Field
 from areal_jax.config.fields import Flag as Switch
@@ -237,7 +237,6 @@ COMMAND = Command(
     # in fish
     python -m areal_jax completion fish > ~/.config/fish/completions/areal-train.fish
     """,
-    exits=EXITS,
     notes='In zsh the line is source <(python -m areal_jax completion zsh), after compinit.',
 )
 
