@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.simulate.planning import MOST_SIMULATIONS, as_json, find_plan, read_answers, render
+    from areal_jax.simulation.planner.advice import make_setting, parse_cluster
     from areal_jax.simulation.planner.neighbours import MOST_ETA
-    from areal_jax.simulation.planner.question import make_setting, parse_cluster
     from areal_jax.simulation.prices import find_shape
     from areal_jax.telemetry.progress import Bar
 
