@@ -11,15 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the log and prints the result; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _check(pathlib.Path(options.file)), doing=f'reading {options.file}')
 
 
@@ -52,10 +50,12 @@ COMMAND = Command(
     purpose='Checks the event log of a run against the rules of the loop, and names the first line that breaks one.',
     usage=('FILE',),
     flags=_build_parser,
-    examples=(
-        Example('the log of a run', 'areal-check-log runs/tiny'),
-        Example('the file itself', 'areal-check-log runs/tiny/events.jsonl'),
-    ),
+    examples="""
+    # the log of a run
+    areal-check-log runs/tiny
+    # the file itself
+    areal-check-log runs/tiny/events.jsonl
+    """,
     exits={
         **EXITS,
         ExitCode.FINISHED: 'every event keeps the rules',

@@ -11,15 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer
+from areal_jax.commands.command import Command, Parser, parse
 from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the fields; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    words = _build_parser().parse_args(arguments).words
+    words = parse(COMMAND, arguments).words
     return end_command(lambda: _print(words), doing='printing fields')
 
 
@@ -52,11 +50,12 @@ COMMAND = Command(
     purpose='Prints fields of the config with default, allowed values and meaning, found by name, section or word.',
     usage=('[WORD ...]',),
     flags=_build_parser,
-    examples=(
-        Example('one field', 'areal-config staleness.eta'),
-        Example('all fields that say something of memory', 'areal-config memory'),
-    ),
-    exits=EXITS,
+    examples="""
+    # one field
+    areal-config staleness.eta
+    # all fields that say something of memory
+    areal-config memory
+    """,
     notes='Without words it lists the sections of the config, and the configs that come with the package.',
 )
 

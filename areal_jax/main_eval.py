@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS, Command, answer, run_command
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from absl import flags
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -101,16 +98,12 @@ COMMAND = Command(
         '[--resume] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the model of a run on its held-out problems',
-            'areal-eval --config=configs/tiny_cpu.py --model=runs/tiny --workdir=runs/tiny_eval',
-        ),
-        Example(
-            'its first eight problems alone, before training',
-            'areal-eval --config=configs/tiny_cpu.py --workdir=runs/eval8 --config.evaluation.problems=8',
-        ),
-    ),
+    examples="""
+    # the model of a run on its held-out problems
+    areal-eval --config=configs/tiny_cpu.py --model=runs/tiny --workdir=runs/tiny_eval
+    # its first eight problems alone, before training
+    areal-eval --config=configs/tiny_cpu.py --workdir=runs/eval8 --config.evaluation.problems=8
+    """,
     fields=(
         'run.seed', 'task.name', 'task.path', 'task.answer', 'task.system_prompt', 'evaluation.problems',
         'evaluation.samples', 'rollout.slots', 'rollout.context_tokens', 'rollout.max_new_tokens',
@@ -122,10 +115,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir')
 
 
 if __name__ == '__main__':

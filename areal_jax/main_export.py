@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import Command, Parser, local_path, parse
 from areal_jax.config.declarations import DTYPES
 from areal_jax.errors import ExitCode, UserError
 
@@ -18,9 +18,7 @@ _OF_PUSH = ('private', 'revision', 'message')
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exports the weights and prints where; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _export(options), doing=f'writing to {options.out or tempfile.gettempdir()}')
 
 
@@ -91,15 +89,13 @@ COMMAND = Command(
         '--workdir=RUN --push=OWNER/NAME [--private] [--revision=BRANCH] [--message=TEXT] [--out=DIR]',
     ),
     flags=_build_parser,
-    examples=(
-        Example('the newest weights of a run', 'areal-export --workdir=runs/tiny --out=exports/tiny'),
-        Example(
-            'the weights of its update 20 in bfloat16, to a private repository',
-            'areal-export --workdir=runs/tiny --step=20 --dtype=bfloat16 --push=me/tiny --private',
-        ),
-    ),
+    examples="""
+    # the newest weights of a run
+    areal-export --workdir=runs/tiny --out=exports/tiny
+    # the weights of its update 20 in bfloat16, to a private repository
+    areal-export --workdir=runs/tiny --step=20 --dtype=bfloat16 --push=me/tiny --private
+    """,
     choices={'dtype': DTYPES},
-    exits=EXITS,
 )
 
 

@@ -10,23 +10,21 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Searches and prints the plan; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _plan(options), doing='writing to the directory for temporary files')
 
 
 def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.simulate.planning import MOST_SIMULATIONS, as_json, find_plan, read_answers, render
+    from areal_jax.simulation.planner.advice import make_setting, parse_cluster
     from areal_jax.simulation.planner.neighbours import MOST_ETA
-    from areal_jax.simulation.planner.question import make_setting, parse_cluster
     from areal_jax.simulation.prices import find_shape
     from areal_jax.telemetry.progress import Bar
 
@@ -99,18 +97,13 @@ COMMAND = Command(
         '[--max_age=NUMBER] [--age_price=NUMBER] [--max_new_tokens=N] [--prompt_tokens=N] [--seed=N] [--full] [--json]',
     ),
     flags=_build_parser,
-    examples=(
-        Example(
-            'sixteen accelerators, at their real size',
-            'areal-plan --cluster="16 x H800" --model=R1-distill-Qwen-1.5B --lengths="lognormal(2000, 0.75)" '
-            '--answers=256',
-        ),
-        Example(
-            'with ages of two versions at most on average, for a program',
-            'areal-plan --cluster="64 x H800" --model=R1-distill-Qwen-7B --lengths="lognormal(9000, 0.75)" '
-            '--answers=8192 --max_age=2 --json',
-        ),
-    ),
+    examples="""
+    # sixteen accelerators, at their real size
+    areal-plan --cluster="16 x H800" --model=R1-distill-Qwen-1.5B --lengths="lognormal(2000, 0.75)" --answers=256
+    # with ages of two versions at most on average, for a program
+    areal-plan --cluster="64 x H800" --model=R1-distill-Qwen-7B --lengths="lognormal(9000, 0.75)" --answers=8192 \
+        --max_age=2 --json
+    """,
     exits={**EXITS, ExitCode.STOPPED: 'stopped by Ctrl-C: the best plan so far was printed, where there was one'},
     notes='Plans are searched for in simulations of the controller on a part of the devices, which take minutes.',
 )

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import EXITS, Command, Parser, local_path, parse, require_place
 from areal_jax.errors import ExitCode, UserError
 
 # Slow imports come after the command line is parsed.
@@ -20,9 +20,7 @@ from areal_jax.errors import ExitCode, UserError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replays or packs the run and prints the result; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     source_path = pathlib.Path(options.workdir or options.packed)
     out = pathlib.Path(options.out) if options.out else source_path.with_name(f'{source_path.name}.replay')
     command = (lambda: _pack(options)) if options.portable else (lambda: _replay(options, out))
@@ -57,8 +55,8 @@ def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
     keep_blocks()
     paths = dict(_parse_path(text) for text in options.data)
     copy = pathlib.Path(options.json) if options.json else None
-    if copy and (copy.is_dir() or not copy.absolute().parent.is_dir()):
-        raise UserError(f'--json={copy} is a directory, or in none; name a file in a directory that exists')
+    if copy:
+        require_place('--json', copy)
     run = read_packed(pathlib.Path(options.packed)) if options.packed else read_workdir(pathlib.Path(options.workdir))
     found = replay(run, out, paths, lambda sentence: print(sentence, flush=True))
     if copy:
@@ -102,10 +100,12 @@ COMMAND = Command(
         '--from=FILE [--out=DIR] [--data=FIELD=PATH ...] [--json=FILE]',
     ),
     flags=_build_parser,
-    examples=(
-        Example('pack a run into one file', 'areal-replay --workdir=runs/tiny --portable=tiny.replay'),
-        Example('replay it, here or on another machine', 'areal-replay --from=tiny.replay --out=runs/tiny_again'),
-    ),
+    examples="""
+    # pack a run into one file
+    areal-replay --workdir=runs/tiny --portable=tiny.replay
+    # replay it, here or on another machine
+    areal-replay --from=tiny.replay --out=runs/tiny_again
+    """,
     exits={
         **EXITS,
         ExitCode.FINISHED: 'equal, event by event and in its weights',

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import Command, Parser, local_path, parse, require_place
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
 
@@ -21,9 +21,7 @@ COMPARISON = 'compare.html'  # default of --out
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rebuilds the report or compares runs, and prints where; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_args(arguments)
+    options = parse(COMMAND, arguments)
     if options.compare:
         out = pathlib.Path(options.out or COMPARISON)
         return end_command(lambda: _compare(options, out), doing=f'writing to {out}')
@@ -38,7 +36,7 @@ def _rebuild(options: argparse.Namespace) -> int:
     if options.out:
         raise UserError(f'--out={options.out} names the page of --compare; leave it out with --workdir')
     if copy:
-        _require_place('--json', copy)
+        require_place('--json', copy)
     rebuild_report(workdir, options.plots)
     if copy:
         write_text(copy, (workdir / FILE).read_text())
@@ -53,7 +51,7 @@ def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
 
     if options.json:
         raise UserError(f'--json={options.json} copies the report of --workdir; leave it out with --compare')
-    _require_place('--out', out)
+    require_place('--out', out)
     workdirs = [pathlib.Path(workdir) for workdir in options.compare]
     names = name_runs(workdirs)
     comparison = compare({name: read_run(workdir) for name, workdir in zip(names, workdirs, strict=True)})
@@ -66,11 +64,6 @@ def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
     elif missing:
         print(missing, file=sys.stderr)
     return ExitCode.FINISHED
-
-
-def _require_place(option: str, path: pathlib.Path) -> None:
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f'{option}={path} is a directory, or in none; name a file in a directory that exists')
 
 
 def _build_parser() -> Parser:
@@ -94,13 +87,12 @@ COMMAND = Command(
     purpose='Makes the report, the timeline and the plots of a run again, or sets several runs beside each other.',
     usage=('--workdir=RUN [--no-plots] [--json=FILE]', '--compare RUN RUN ... [--no-plots] [--out=FILE]'),
     flags=_build_parser,
-    examples=(
-        Example('the report of a run, finished or not', 'areal-report --workdir=runs/tiny'),
-        Example(
-            'two runs on the terminal and in a page', 'areal-report --compare runs/tiny runs/other --out=both.html'
-        ),
-    ),
-    exits=EXITS,
+    examples="""
+    # the report of a run, finished or not
+    areal-report --workdir=runs/tiny
+    # two runs on the terminal and in a page
+    areal-report --compare runs/tiny runs/other --out=both.html
+    """,
 )
 
 

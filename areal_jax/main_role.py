@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, code_of_stopped_server, end_command
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts, code_of_stopped_server
+from areal_jax.commands.command import (
+    EXITS_OF_TRAINING,
+    FIELDS_OF_ROLES,
+    ROLES_OF_TINY,
+    Command,
+    answer,
+    run_command,
+)
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
     from areal_jax.app.roles.roles import RoleProcess
     from areal_jax.config.cluster import Role
 
-# Slow imports come after the signal handlers are set and the command line is parsed. A controller never imports jax.
+# A controller never imports jax.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -66,7 +72,7 @@ def _generate(command: CommandLine, process: RoleProcess, interrupts: Interrupts
 def _export(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
     os.environ['JAX_PLATFORMS'] = 'cpu'  # devices belong to other roles
 
-    from areal_jax.app.roles.exporter_role import serve_exports
+    from areal_jax.app.export.run_export import serve_exports
 
     has_finished = serve_exports(command.config, process, interrupts)
     return ExitCode.FINISHED if has_finished else code_of_stopped_server()
@@ -122,13 +128,12 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the controller of a run with one learner process and one engine',
-            f'areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}',
-        ),
-        Example('its engine', f'areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}'),
-    ),
+    examples=f"""
+    # the controller of a run with one learner process and one engine
+    areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}
+    # its engine
+    areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}
+    """,
     fields=FIELDS_OF_ROLES,
     choices={'role': tuple(ROLES)},
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal or by a lost process: the same role goes on'},
@@ -139,10 +144,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts('the same role goes on') as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir', 'the same role goes on')
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 # equal to rollout_views.ORDERS, which --help does not import
@@ -20,9 +20,7 @@ _WIDTH = 100  # if the output is not a terminal
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the answers; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_intermixed_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _show(options), doing=f'reading {options.workdir}')
 
 
@@ -120,12 +118,14 @@ COMMAND = Command(
     purpose='Shows the answers that a run keeps, with rewards, advantages, ages and versions; also while it runs.',
     usage=('RUN [--step=N] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] [--json]',),
     flags=_build_parser,
-    examples=(
-        Example('the newest answers', 'areal-rollouts runs/tiny'),
-        Example('the worst ones', 'areal-rollouts runs/tiny --sort=-reward'),
-        Example('best and worst of a group of update 12', 'areal-rollouts runs/tiny --step=12 --diff'),
-    ),
-    exits=EXITS,
+    examples="""
+    # the newest answers
+    areal-rollouts runs/tiny
+    # the worst ones
+    areal-rollouts runs/tiny --sort=-reward
+    # best and worst of a group of update 12
+    areal-rollouts runs/tiny --step=12 --diff
+    """,
 )
 
 

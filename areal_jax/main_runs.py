@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
+from areal_jax.commands.command import Command, Parser, local_path, parse
 from areal_jax.errors import ExitCode
 
 # keys of run_list.ORDERS, which --help does not import
@@ -20,9 +20,7 @@ _ORDERS = ('active', 'name', 'reward', 'score', 'size', 'started', 'state', 'upd
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the list; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    options = _build_parser().parse_intermixed_args(arguments)
+    options = parse(COMMAND, arguments)
     return end_command(lambda: _list(options), doing=f'reading {options.directory}')
 
 
@@ -62,11 +60,12 @@ COMMAND = Command(
     purpose='Lists the runs below a directory: state, updates, scores, and the fields in which their configs differ.',
     usage=('DIR [FILTER ...] [--sort=ORDER] [--all] [--json]',),
     flags=_build_parser,
-    examples=(
-        Example('all runs', 'areal-runs runs'),
-        Example('the finished ones of an eta', 'areal-runs runs staleness.eta=4 state=finished'),
-    ),
-    exits=EXITS,
+    examples="""
+    # all runs
+    areal-runs runs
+    # the finished ones of an eta
+    areal-runs runs staleness.eta=4 state=finished
+    """,
 )
 
 

@@ -9,16 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS, Command, answer, run_command
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from absl import flags
 
 _AGAIN = 'the same command goes on'
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -85,17 +83,13 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the answers of an evaluation once more',
-            'areal-score --config=configs/tiny_cpu.py --answers=runs/tiny_eval/answers.jsonl --out=scores.jsonl',
-        ),
-        Example(
-            'answers of your own, by four processes, with numbers for a program',
-            'areal-score --config=configs/tiny_cpu.py --answers=answers.jsonl --out=scores.jsonl --workers=4 --json '
-            '--config.task.verifier=process',
-        ),
-    ),
+    examples="""
+    # the answers of an evaluation once more
+    areal-score --config=configs/tiny_cpu.py --answers=runs/tiny_eval/answers.jsonl --out=scores.jsonl
+    # answers of your own, by four processes, with numbers for a program
+    areal-score --config=configs/tiny_cpu.py --answers=answers.jsonl --out=scores.jsonl --workers=4 --json \
+        --config.task.verifier=process
+    """,
     fields=(
         'task.name', 'task.path', 'task.answer', 'task.reward', 'task.verifier', 'task.verifier_workers',
         'task.verifier_deadline_s', 'task.verifier_attempts', 'task.verifier_memory_mb', 'model.source', 'model.path',
@@ -111,10 +105,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts(_AGAIN) as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing the scores', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing the scores', _AGAIN)
 
 
 if __name__ == '__main__':

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS, Command, answer, run_command
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from absl import flags
 
     from areal_jax.registry import Heartbeat
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -121,21 +118,14 @@ COMMAND = Command(
         '[--insecure] [--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'the newest weights of a run, at port 8000 of this machine',
-            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000',
-        ),
-        Example(
-            'the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY',
-            'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 '
-            '--host=0.0.0.0',
-        ),
-        Example(
-            "behind JetStream's orchestrator and gRPC server, in the environment of launch/jetstream_environment.sh",
-            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=9000 --config.rollout.server=jetstream',
-        ),
-    ),
+    examples="""
+    # the newest weights of a run, at port 8000 of this machine
+    areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000
+    # the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY
+    AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 --host=0.0.0.0
+    # behind JetStream's orchestrator and gRPC server, in the environment of launch/jetstream_environment.sh
+    areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=9000 --config.rollout.server=jetstream
+    """,
     fields=(
         'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
         'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',
@@ -150,10 +140,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts(again='the same command serves again') as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='serving', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'serving', 'the same command serves again')
 
 
 if __name__ == '__main__':

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import Command, answer, run_command
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from absl import flags
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -97,31 +94,23 @@ COMMAND = Command(
         '--calibrate=RUN,RUN --out=FILE [--predict=RUN,RUN] [--json=FILE]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'sixteen accelerators and a model of 1.5 billion parameters, in about a minute',
-            'areal-simulate --config=configs/simulate/sixteen.py --workdir=runs/sixteen',
-        ),
-        Example(
-            'fit prices to two runs, and predict a third with them',
-            'areal-simulate --calibrate=runs/one,runs/two --out=prices.json --predict=runs/three',
-        ),
-    ),
+    examples="""
+    # sixteen accelerators and a model of 1.5 billion parameters, in about a minute
+    areal-simulate --config=configs/simulate/sixteen.py --workdir=runs/sixteen
+    # fit prices to two runs, and predict a third with them
+    areal-simulate --calibrate=runs/one,runs/two --out=prices.json --predict=runs/three
+    """,
     fields=(
         *('simulation.prices', 'simulation.chip', 'simulation.model', 'simulation.answers', 'simulation.prompts'),
         *('cluster.learner', 'cluster.engines', 'rollout.slots', 'rollout.max_running_groups', 'staleness.eta'),
         *('learner.groups_per_update', 'rollout.group_size', 'run.steps', 'checkpoint.every'),
     ),
-    exits=EXITS,
 )
 
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir')
 
 
 if __name__ == '__main__':

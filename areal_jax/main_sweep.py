@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, answer, run_command
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from areal_jax.app.sweep.arms import Arm
     from areal_jax.app.sweep.sweep_results import Results
 
-# Slow imports come after the signal handlers are set and the command line is parsed.
-
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Runs the unfinished arms and writes the table; returns the exit code."""
@@ -37,6 +35,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import defines, parse_command, require_workdir
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.sweep.arms import (
+        Runner,
         measure_arm,
         note_sweep,
         read_arms,
@@ -45,7 +44,6 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         require_same_sweep,
         select_arms,
     )
-    from areal_jax.app.sweep.runner import Runner
     from areal_jax.files import DirectoryLock
 
     silence_libraries()
@@ -186,16 +184,12 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=define_flags,
-    examples=(
-        Example(
-            'what a sweep would run',
-            'areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --dry_run',
-        ),
-        Example(
-            'two arms at a time; the same command goes on after a stop',
-            'areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --jobs=2',
-        ),
-    ),
+    examples="""
+    # what a sweep would run
+    areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --dry_run
+    # two arms at a time; the same command goes on after a stop
+    areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --jobs=2
+    """,
     fields=FIELDS_OF_TRAINING,
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal: the same command goes on'},
     notes='FILE has get_sweep(), get_study() or get_programs() beside get_config(). Fields that the command line sets '
@@ -205,12 +199,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts(again='the same command goes on') as interrupts:
-        code = end_command(
-            lambda: main(sys.argv, interrupts), doing='writing to the workdir of the sweep', again=interrupts.again
-        )
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir of the sweep', 'the same command goes on')
 
 
 if __name__ == '__main__':

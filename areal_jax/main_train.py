@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command, judge_training
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
+from areal_jax.app.process.ending import Interrupts, judge_training
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, answer, run_command
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
     from absl import flags
-
-# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -101,15 +98,12 @@ COMMAND = Command(
         '--config=FILE[:ARGUMENT] --dry_run [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
-    examples=(
-        Example(
-            'a small run, in about a minute on a CPU', 'areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny'
-        ),
-        Example(
-            'more updates of it, with the newest checkpoint as start',
-            'areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny --resume --config.run.steps=30',
-        ),
-    ),
+    examples="""
+    # a small run, in about a minute on a CPU
+    areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny
+    # more updates of it, with the newest checkpoint as start
+    areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny --resume --config.run.steps=30
+    """,
     fields=FIELDS_OF_TRAINING,
     exits=EXITS_OF_TRAINING,
 )
@@ -117,10 +111,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of the console script."""
-    end = ProcessEnd()
-    with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
-        sys.exit(end.note(code))
+    run_command(main, 'writing to the workdir')
 
 
 if __name__ == '__main__':

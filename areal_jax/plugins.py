@@ -9,7 +9,6 @@ It imports only errors.py and installation.py of the package, and no jax.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import pathlib
@@ -114,8 +113,11 @@ def _load_file(spec: str, field: str) -> types.ModuleType:
         source = path.read_bytes()
     except OSError as error:
         raise UserError(f'{field}={spec}: {shown} cannot be read: {error.strerror}') from error
+    import hashlib  # here: it loads OpenSSL, and --help and most runs have no code of the user's own
+
     digest = hashlib.sha256(source).hexdigest()
-    name = _module_name(path)
+    stem, place = re.sub(r'\W', '_', path.stem), hashlib.sha256(str(path).encode()).hexdigest()
+    name = f'areal_jax_own_{stem}_{place[:12]}'
     if getattr(sys.modules.get(name), _DIGEST, '') == digest:
         return sys.modules[name]
     module = types.ModuleType(name)
@@ -166,11 +168,6 @@ def _path(place: str) -> pathlib.Path:
     if place.startswith(PACKAGE):
         return locate_file(place)
     return pathlib.Path(place).expanduser().resolve()
-
-
-def _module_name(path: pathlib.Path) -> str:
-    stem = re.sub(r'\W', '_', path.stem)
-    return f'areal_jax_own_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'
 
 
 def _describe(error: BaseException, spec: str) -> str:

@@ -18,7 +18,7 @@ from absl import flags
 
 from areal_jax.app.command_line import define_path, parse_command
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
+from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, answer
 from areal_jax.config.cluster import ENGINES, LEARNER, RoleCount
 from areal_jax.errors import ExitCode, UserError
 
@@ -144,19 +144,15 @@ COMMAND = Command(
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define,
-    examples=(
-        Example(
-            'the YAML of a run on CPUs, which is not applied',
-            f'python -m launch.jobset {ROLES_OF_TINY} --workdir=/mnt/runs/a --claim=runs --image=IMAGE '
-            '--accelerator=cpu --dry_run',
-        ),
-        Example(
-            'the same with one GPU for the learner and one for the engine',
-            f'python -m launch.jobset {ROLES_OF_TINY} --workdir=/mnt/runs/a --claim=runs --image=IMAGE '
-            '--accelerator=gpu --node_selector=cloud.google.com/gke-accelerator=nvidia-h100-80gb '
-            '--engine_accelerator=gpu --engine_node_selector=cloud.google.com/gke-accelerator=nvidia-h100-80gb',
-        ),
-    ),
+    examples=f"""
+    # the YAML of a run on CPUs, which is not applied
+    python -m launch.jobset {ROLES_OF_TINY} --workdir=/mnt/runs/a --claim=runs --image=IMAGE --accelerator=cpu \
+        --dry_run
+    # the same with one GPU for the learner and one for the engine
+    python -m launch.jobset {ROLES_OF_TINY} --workdir=/mnt/runs/a --claim=runs --image=IMAGE --accelerator=gpu \
+        --node_selector=cloud.google.com/gke-accelerator=nvidia-h100-80gb --engine_accelerator=gpu \
+        --engine_node_selector=cloud.google.com/gke-accelerator=nvidia-h100-80gb
+    """,
     fields=FIELDS_OF_ROLES,
     exits={**EXITS, ExitCode.FINISHED: 'applied, or printed'},
 )

@@ -20,7 +20,7 @@ from areal_jax import files
 from areal_jax.app.command_line import define_path, parse_train_command
 from areal_jax.app.process.ending import RESUME, end_command
 from areal_jax.app.roles.own_server import SERVERS
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, answer
 from areal_jax.config import validate
 from areal_jax.config.cluster import has_roles, parse_engines
 from areal_jax.config.fields import ConfigError
@@ -113,17 +113,13 @@ COMMAND = Command(
     purpose='Starts a run and its servers, or all roles of a run, on this machine, and restarts what dies.',
     usage=('--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--dry_run] [--config.SECTION.FIELD=VALUE ...]',),
     flags=_define_flags,
-    examples=(
-        Example(
-            'a trainer and a server of this project',
-            'python -m launch.local --config=configs/tiny_cpu.py --config.rollout.server=own '
-            '--config.publication.channel=files --workdir=runs/served',
-        ),
-        Example(
-            'the commands of a run in roles: a controller, a learner process and an engine',
-            f'python -m launch.local {ROLES_OF_TINY} --workdir=runs/roles --dry_run',
-        ),
-    ),
+    examples=f"""
+    # a trainer and a server of this project
+    python -m launch.local --config=configs/tiny_cpu.py --config.rollout.server=own \
+        --config.publication.channel=files --workdir=runs/served
+    # the commands of a run in roles: a controller, a learner process and an engine
+    python -m launch.local {ROLES_OF_TINY} --workdir=runs/roles --dry_run
+    """,
     fields=FIELDS_OF_ROLES,
     exits=EXITS_OF_TRAINING,
 )

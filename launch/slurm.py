@@ -17,7 +17,7 @@ from absl import flags
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, parse_command, require_workdir
 from areal_jax.app.process.ending import RESUME, end_command
-from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
+from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, answer
 from areal_jax.errors import ExitCode, UserError
 
 from .cluster_run import (
@@ -149,16 +149,12 @@ COMMAND = Command(
         '[--dry_run] [FLAGS] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define,
-    examples=(
-        Example(
-            'the sbatch file of a run, which is not submitted',
-            f'python -m launch.slurm {ROLES_OF_TINY} --workdir=runs/roles --local_nodes --dry_run',
-        ),
-        Example(
-            'a sweep as an array of jobs, at most four at a time',
-            'python -m launch.slurm --config=configs/sweeps/tiny.py --workdir=runs/sweep --sweep --jobs=4',
-        ),
-    ),
+    examples=f"""
+    # the sbatch file of a run, which is not submitted
+    python -m launch.slurm {ROLES_OF_TINY} --workdir=runs/roles --local_nodes --dry_run
+    # a sweep as an array of jobs, at most four at a time
+    python -m launch.slurm --config=configs/sweeps/tiny.py --workdir=runs/sweep --sweep --jobs=4
+    """,
     fields=FIELDS_OF_ROLES,
     exits={**EXITS, ExitCode.FINISHED: 'submitted'},
 )

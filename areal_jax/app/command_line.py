@@ -6,7 +6,6 @@ Nothing here imports jax, so a mistake is reported at once.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
@@ -16,7 +15,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from absl import flags
 from ml_collections import config_dict, config_flags
@@ -25,16 +24,14 @@ from areal_jax.app.process.setup import require_extras
 from areal_jax.config import require_local_fields, validate
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
-from areal_jax.config.fields import ConfigError
+from areal_jax.config.fields import ConfigError, Option
 from areal_jax.config.near_names import suggest_flag, unknown_field
-from areal_jax.config.options import take_options
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import describe_url, require_local
 from areal_jax.installation import PACKAGE, list_configs, locate_file
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigFile:
+class ConfigFile(NamedTuple):
     """A config file as named by FILE, FILE:ARGUMENT, package:configs/FILE[:ARGUMENT] or NAME[:ARGUMENT]."""
 
     name: str  # without the argument: 'configs/a.py' as given, 'package:configs/tiny_cpu.py' for 'tiny_cpu'
@@ -54,7 +51,7 @@ class ConfigFile:
         """`source` with an absolute path, for other working directories; a file of the package needs none."""
         if self.name.startswith(PACKAGE):
             return self.source
-        return dataclasses.replace(self, name=str(self.path.absolute())).source
+        return self._replace(name=str(self.path.absolute())).source
 
 
 def find_config_file(source: str) -> ConfigFile:
@@ -87,8 +84,7 @@ class CommandLineError(UserError, ValueError):
     """A command line, or the config file it names, that cannot be used; the message names the part and the fix."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CommandLine:
+class CommandLine(NamedTuple):
     """The config of a command, where it came from, and the fields that the command line sets."""
 
     config: config_dict.ConfigDict  # of the file, overrides applied, valid
@@ -357,3 +353,76 @@ def _guard(source: str, function: str, run: Callable[[], Result]) -> Result:
 def _first_line(error: BaseException) -> str:
     """The message of an exception on one line."""
     return ' '.join(str(error).split())
+
+
+_WORDS = {'true': True, 'false': False}  # as flags of the command line are written
+
+
+def take_options(words: Sequence[str], config: config_dict.ConfigDict) -> tuple[list[str], tuple[str, ...]]:
+    """Sets the options that a command line names; returns its other words, and the fields set: 'task.options.digits'.
+
+    A key that the config has keeps its type. Any other gets its text's value as a Python literal, else the text.
+    Raises ConfigError for a key or a value that is not allowed.
+    """
+    rest: list[str] = []
+    fields: dict[str, None] = {}
+    for word, free, key, text in _read(words):
+        options = _section(config, free)
+        if options is None:
+            rest.append(word)
+            continue
+        path = f'{free}.{key}'
+        if not key.isidentifier():
+            raise ConfigError(f'--config.{path}={text}: the name of an option must be that of a parameter in Python')
+        with options.unlocked(), options.ignore_type():
+            options[key] = _convert(f'--config.{path}', text, options[key]) if key in options else parse_option(text)
+        FIELDS[free].require_type(free, options)
+        fields[path] = None
+    return rest, tuple(fields)
+
+
+def parse_option(text: str) -> object:
+    """Returns 3 for '3', (1, 2) for '1,2', None for 'None', and the text itself if it is no Python literal."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _section(config: config_dict.ConfigDict, path: str) -> config_dict.ConfigDict | None:
+    """Returns the free section `path`; None for '', or if the config lacks it, which validation refuses."""
+    section, _, field = path.partition('.')
+    found = config.get(section, {}).get(field) if path else None
+    return found if isinstance(found, config_dict.ConfigDict) else None
+
+
+def _convert(name: str, text: str, declared: Option) -> object:
+    """The text as a value of the type of `declared`."""
+    value = _WORDS.get(text, parse_option(text)) if isinstance(declared, bool) else parse_option(text)
+    if isinstance(declared, str):
+        return text
+    if isinstance(declared, tuple) and not isinstance(value, tuple):
+        value = (value,)  # '--config.task.options.sizes=3' is a tuple of one
+    if isinstance(declared, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if declared is not None and type(value) is not type(declared):
+        kinds = {bool: 'True or False', int: 'a whole number', float: 'a number', tuple: 'a tuple'}
+        raise ConfigError(f'{name}={text} must be {kinds[type(declared)]}, as the config has {declared!r} there')
+    return value
+
+
+def _read(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yields (word, free section or '', key, value) of each word; a value may be the next word."""
+    remaining = iter(words)
+    for word in remaining:
+        if word == '--':
+            yield from ((left, '', '', '') for left in [word, *remaining])
+            return
+        name, equals, text = word.lstrip('-').partition('=')
+        free = next((path for path in FREE if word.startswith('-') and name.startswith(f'config.{path}.')), '')
+        if free and not equals:
+            following = next(remaining, None)
+            if following is None or following.startswith('--'):
+                raise ConfigError(f'--{name} needs a value: --{name}=VALUE')
+            text = following
+        yield word, free, name.removeprefix(f'config.{free}.'), text

@@ -17,7 +17,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from areal_jax.errors import ExitCode
+from areal_jax.app.process.ending import RESUME, Interrupts, ProcessEnd, end_command
+from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import describe_url
 from areal_jax.installation import __version__
 
@@ -55,14 +56,6 @@ _METAVARS = {'integer': 'N', 'float': 'NUMBER', 'int': 'N', 'str': 'TEXT'}
 
 
 @dataclasses.dataclass(frozen=True)
-class Example:
-    """A command line that can be run in a clone, with its purpose."""
-
-    purpose: str  # 'in fish'
-    line: str  # all words, the program first
-
-
-@dataclasses.dataclass(frozen=True)
 class Command:
     """The declaration of a command: purpose, usage, flags, examples.
 
@@ -72,6 +65,7 @@ class Command:
       usage: one entry per form of the command, without the program; a flag outside brackets is required, and the text
         after its equals sign is its metavar.
       flags: makes the parser; a command with absl flags also takes --config.
+      examples: lines for a shell in a clone, a comment with the purpose before each command.
       fields: the config fields that users of this command set most.
       choices: the values of a flag whose parser does not list them.
       exits: the meaning of each exit code.
@@ -82,7 +76,7 @@ class Command:
     purpose: str
     usage: tuple[str, ...]
     flags: Callable[[], flags.FlagValues | argparse.ArgumentParser]
-    examples: tuple[Example, ...]
+    examples: str
     fields: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     exits: Mapping[ExitCode, str] = dataclasses.field(default_factory=lambda: EXITS)
@@ -92,6 +86,12 @@ class Command:
     def word(self) -> str:
         """The name under `python -m areal_jax`, 'train' for areal-train; '' for a program without one."""
         return self.program.removeprefix('areal-') if self.program.startswith('areal-') else ''
+
+
+def list_examples(command: Command) -> list[tuple[str, str]]:
+    """Returns (purpose, line) of each example; a line has all words, the program first."""
+    lines = [' '.join(line.split()) for line in command.examples.strip().splitlines()]
+    return [(purpose.removeprefix('# '), line) for purpose, line in zip(lines[::2], lines[1::2], strict=True)]
 
 
 def local_path(text: str) -> str:
@@ -116,6 +116,31 @@ class Parser(argparse.ArgumentParser):
         message = re.sub('^argument ([^ :]+): =', r'\1=', message)
         print(f'error: {message}; see {self.prog} --help', file=sys.stderr)
         raise SystemExit(ExitCode.USER_ERROR)
+
+
+def parse(command: Command, words: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the words after the program, None = of this process, with argparse; answers --help and --version."""
+    words = sys.argv[1:] if words is None else words
+    answer(command, words)
+    parser = command.flags()
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser.parse_intermixed_args(words)
+
+
+def run_command(main: Callable[[Sequence[str], Interrupts], int], doing: str, again: str = RESUME) -> NoReturn:
+    """Runs a command that a signal may stop, and ends the process with its exit code; for the arguments: end_command.
+
+    `main` imports what is slow, jax above all, after the signal handlers are set and the command line is parsed.
+    """
+    end = ProcessEnd()
+    with Interrupts(again) as interrupts:
+        sys.exit(end.note(end_command(lambda: main(sys.argv, interrupts), doing, again)))
+
+
+def require_place(option: str, path: pathlib.Path) -> None:
+    """Raises UserError for a file that cannot be made: its path is a directory, or in none."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f'{option}={path} is a directory, or in none; name a file in a directory that exists')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,10 +385,10 @@ def _render_fields(command: Command, width: int) -> list[str]:
 def _render_examples(command: Command, width: int) -> str:
     """Renders the examples; a line that continues ends with a backslash, for a shell."""
     lines = ['Examples, in a clone of the repository:']
-    for example in command.examples:
-        purpose = textwrap.wrap(example.purpose, width - 2 * _INDENT, break_long_words=False)
+    for meaning, line in list_examples(command):
+        purpose = textwrap.wrap(meaning, width - 2 * _INDENT, break_long_words=False)
         lines += [f'{" " * _INDENT}# {part}' for part in purpose]
-        lines += _break_line(example.line, width - _INDENT)
+        lines += _break_line(line, width - _INDENT)
     return '\n'.join(lines)
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Flag, Parser, answer, find_commands, list_flags
+from areal_jax.commands.command import Command, Flag, Parser, find_commands, list_flags, parse
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice, Field
 from areal_jax.config.fields import Flag as Switch
@@ -214,9 +214,7 @@ def _fish_line(program: str, name: str, meaning: str, values: str, takes_value: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the script; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    answer(COMMAND, arguments)
-    print(render(_build_parser().parse_args(arguments).shell), end='')
+    print(render(parse(COMMAND, arguments).shell), end='')
     return ExitCode.FINISHED
 
 
@@ -233,11 +231,12 @@ COMMAND = Command(
     purpose='Prints a script for a shell that completes flags, fields of the config, their choices and paths.',
     usage=('SHELL',),
     flags=_build_parser,
-    examples=(
-        Example('in bash, for good: add this line to ~/.bashrc', 'source <(python -m areal_jax completion bash)'),
-        Example('in fish', 'python -m areal_jax completion fish > ~/.config/fish/completions/areal-train.fish'),
-    ),
-    exits=EXITS,
+    examples="""
+    # in bash, for good: add this line to ~/.bashrc
+    source <(python -m areal_jax completion bash)
+    # in fish
+    python -m areal_jax completion fish > ~/.config/fish/completions/areal-train.fish
+    """,
     notes='In zsh the line is source <(python -m areal_jax completion zsh), after compinit.',
 )
 

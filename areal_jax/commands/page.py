@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from areal_jax.commands.command import (
     Command,
-    Flag,
     describe_flag,
     describe_sections,
     find_commands,
+    list_examples,
     list_fields,
     list_flags,
 )
@@ -53,12 +53,12 @@ def render() -> str:
 
 def _render_command(command: Command) -> str:
     usage = [f'{command.program} {form}'.strip() for form in command.usage]
-    examples = [f'# {example.purpose}\n{example.line}' for example in command.examples]
+    examples = [f'# {purpose}\n{line}' for purpose, line in list_examples(command)]
     exits = [(str(int(code)), text) for code, text in sorted(command.exits.items())]
     notes = [command.notes, ''] if command.notes else []
     return '\n'.join([
         f'## {command.program}', '', command.purpose, '', '```text', *usage, '```', '', *notes,
-        *_render_table(('flag', 'meaning'), [_render_flag(flag) for flag in list_flags(command)]),
+        *_render_table(('flag', 'meaning'), [(f'`{flag.form}`', describe_flag(flag)) for flag in list_flags(command)]),
         *_render_fields(command),
         '```bash', *examples, '```', '',
         *_render_table(('exit code', 'meaning'), exits),
@@ -71,10 +71,6 @@ def _render_fields(command: Command) -> list[str]:
     return _render_table(
         ('field, with its default', 'meaning'), [(f'`{name}`', text) for name, text in list_fields(command)]
     )
-
-
-def _render_flag(flag: Flag) -> tuple[str, str]:
-    return f'`{flag.form}`', describe_flag(flag)
 
 
 def _render_table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:

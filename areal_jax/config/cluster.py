@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ml_collections import config_dict
 
@@ -173,8 +173,7 @@ class EnginesLayout:
         return ' + '.join(map(str, self.groups))
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceSplit:
+class DeviceSplit(NamedTuple):
     """A split of the devices between training and generation, as texts of the config."""
 
     learner: str  # as cluster.learner

@@ -3,8 +3,8 @@
     buffer.capacity  ->  capacity=Integer(64, COUNT, 'groups; a full buffer closes admission and never drops')
 
 A number has a default and a range, a Choice a default and all allowed names. An Integer or Real with the default
-None may also be None. __init__.py builds and validates configs from the table, constraints.py holds the rules that join
-several fields. Two things may not be declared here: a second default, and a rule that needs another field.
+None may also be None. __init__.py builds and validates configs from the table, and holds the rules that join several
+fields. Two things may not be declared here: a second default, and a rule that needs another field.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ SECTIONS: Mapping[str, Section] = {
             'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
             'code: docs/code_rewards.md; verifiers:TASKSET: docs/agents.md',
         ),
-        options=Options('FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
+        options=Options({}, 'FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
         reward=Path('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts(

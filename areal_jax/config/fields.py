@@ -12,7 +12,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeAlias, TypeVar, cast
 
 from ml_collections import config_dict
 
@@ -92,7 +92,7 @@ class Purpose(enum.Enum):
     SCORING = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Use:
     """The condition for using a field, and the field's other names."""
 
@@ -100,6 +100,7 @@ class Use:
     used_if: Callable[[Config], bool] = always
     also_for: tuple[Purpose, ...] = ()  # purposes besides training for which the field is used
     other_names: str = ''  # in other RL libraries, with spaces between
+    compared: bool = True  # False: an argument of programs, so that sections with other values run the same programs
 
 
 class Field(Use, abc.ABC):
@@ -135,9 +136,11 @@ class Field(Use, abc.ABC):
         return self.default
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Number(Field):
     default: int | float | None
     range: Range
+    meaning: str
     type: ClassVar[type]
 
     @property
@@ -155,13 +158,9 @@ class _Number(Field):
         return config_dict.placeholder(self.type) if self.default is None else self.default
 
 
-@dataclasses.dataclass(frozen=True)
 class Integer(_Number):
     """A whole number; a default of None allows None."""
 
-    default: int | None
-    range: Range
-    meaning: str
     kind: ClassVar[str] = 'a whole number'
     type: ClassVar[type] = int
 
@@ -169,13 +168,9 @@ class Integer(_Number):
         return _is_integer(value)
 
 
-@dataclasses.dataclass(frozen=True)
 class Real(_Number):
     """A number; a default of None allows None."""
 
-    default: float | None
-    range: Range
-    meaning: str
     kind: ClassVar[str] = 'a number'
     type: ClassVar[type] = float
 
@@ -183,27 +178,26 @@ class Real(_Number):
         return isinstance(value, float) or _is_integer(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag(Field):
-    default: bool
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unbounded(Field):
+    default: bool | str | tuple[int, ...] | tuple[str, ...] | Mapping[str, Option]
     meaning: str
+
+
+class Flag(_Unbounded):
     kind: ClassVar[str] = 'True or False'
 
     def has_type(self, value: object) -> bool:
         return isinstance(value, bool)
 
 
-@dataclasses.dataclass(frozen=True)
-class Text(Field):
-    default: str
-    meaning: str
+class Text(_Unbounded):
     kind: ClassVar[str] = 'text'
 
     def has_type(self, value: object) -> bool:
         return isinstance(value, str)
 
 
-@dataclasses.dataclass(frozen=True)
 class Path(Text):
     """A path, or a text that contains one, such as FILE:FUNCTION or log(RUN); a URL is refused."""
 
@@ -211,7 +205,7 @@ class Path(Text):
         require_local(path, value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Choice(Field):
     """One of several names."""
 
@@ -234,7 +228,6 @@ class Choice(Field):
         return ', '.join(choice or "''" for choice in self.choices)
 
 
-@dataclasses.dataclass(frozen=True)
 class ChoiceOrOwn(Choice):
     """One of several names, or a function of the user's own (areal_jax/plugins.py)."""
 
@@ -247,12 +240,9 @@ class ChoiceOrOwn(Choice):
         return f'{super().rule()}, or FILE.py:FUNCTION'
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(Field):
+class Options(_Unbounded):
     """A section with any keys, for parameters of the user's own code; empty by default."""
 
-    meaning: str
-    default: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     kind: ClassVar[str] = 'a section of options, each a number, a text, True, False, None or a tuple of these'
 
     def has_type(self, value: object) -> bool:
@@ -279,7 +269,6 @@ class Options(Field):
         return config_dict.ConfigDict()
 
 
-@dataclasses.dataclass(frozen=True)
 class GroupCount(Text):
     """A number of groups: a whole number as a text, or 'all'."""
 
@@ -291,12 +280,9 @@ class GroupCount(Text):
         return "be a whole number as a text, as '4', or 'all'"
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths(Field):
+class Lengths(_Unbounded):
     """Positive whole numbers in ascending order."""
 
-    default: tuple[int, ...]
-    meaning: str
     kind: ClassVar[str] = 'a tuple of whole numbers'
 
     def has_type(self, value: object) -> bool:
@@ -311,17 +297,13 @@ class Lengths(Field):
         return 'be positive whole numbers in ascending order'
 
 
-@dataclasses.dataclass(frozen=True)
-class Texts(Field):
-    default: tuple[str, ...]
-    meaning: str
+class Texts(_Unbounded):
     kind: ClassVar[str] = 'a tuple of texts'
 
     def has_type(self, value: object) -> bool:
         return isinstance(value, tuple) and all(isinstance(element, str) for element in value)
 
 
-@dataclasses.dataclass(frozen=True)
 class Hosts(Texts):
     """Names and addresses of machines."""
 
@@ -354,12 +336,29 @@ class Section(Mapping[str, Field]):
 
 def declare(field: Field, **changes: Any) -> Any:
     """Returns a field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
-    return dataclasses.field(**({'default': field.default, 'metadata': {_DECLARED: field}} | changes))
+    made = {'default': field.default, 'metadata': {_DECLARED: field}, 'compare': field.compared}
+    return dataclasses.field(**(made | changes))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+Parameters = ParamSpec('Parameters')
+
+
+def _declaring(kind: Callable[Parameters, Field]) -> Callable[Parameters, Any]:
+    """Returns a function that declares a field of this kind: real(0.5, SHARE, 'of ...') is declare(Real(...))."""
+
+    def make(*values: Parameters.args, **more: Parameters.kwargs) -> Any:
+        return declare(kind(*values, **more))
+
+    return make
+
+
+integer, real, flag = _declaring(Integer), _declaring(Real), _declaring(Flag)
+choice, own_choice = _declaring(Choice), _declaring(ChoiceOrOwn)
+path_text, lengths, texts = _declaring(Path), _declaring(Lengths), _declaring(Texts)
+
+
 class ConfigSection:
-    """A section of the config as the part that uses it gets it: each field is made by `declare`.
+    """A section of the config as the part that uses it gets it: a dataclass, each field made by `declare` or `real`.
 
     Raises ConfigError for a value that its field does not allow.
     """

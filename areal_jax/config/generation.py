@@ -15,17 +15,16 @@ from areal_jax.config.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE_ABOVE_ZERO,
-    Choice,
-    ChoiceOrOwn,
     Config,
     ConfigSection,
-    Flag,
-    Integer,
-    Lengths,
     Purpose,
-    Real,
-    Texts,
-    declare,
+    choice,
+    flag,
+    integer,
+    lengths,
+    own_choice,
+    real,
+    texts,
 )
 from areal_jax.config.kinds import IN_PROCESS, SERVERS, describe_addresses, find_channel, find_server
 from areal_jax.config.training import generates
@@ -58,14 +57,6 @@ def _decodes(c: Config) -> bool:
     return _has_own_engines(c) and not c.simulation.prices
 
 
-def _checks_servers(c: Config) -> bool:
-    return uses_servers(c) and not c.simulation.prices
-
-
-def _holds_leases(c: Config) -> bool:
-    return find_server(c.rollout.server).leases_pauses and not c.simulation.prices
-
-
 def _has_episodes(c: Config) -> bool:
     """Tells whether answers may be episodes of agents; the user's own workflow decides that when it is called."""
     if c.simulation.prices:
@@ -81,213 +72,167 @@ class RolloutSection(ConfigSection):
     title: ClassVar[str] = 'Generation'
     used_if: ClassVar[Callable[[Config], bool]] = generates
 
-    slots: int = declare(
-        Integer(
-            8,
-            COUNT,
-            'answers that one engine decodes at once',
-            also_for=_BY_ENGINES,
-            other_names='max_num_seqs max_concurrent_rollouts max_concurrency concurrency max_running_requests '
-            'num_slots decode_batch_size',
-        )
+    slots: int = integer(
+        8,
+        COUNT,
+        'answers that one engine decodes at once',
+        also_for=_BY_ENGINES,
+        other_names='max_num_seqs max_concurrent_rollouts max_concurrency concurrency max_running_requests '
+        'num_slots decode_batch_size',
     )
-    decode_steps: int = declare(
-        Integer(
-            4,
-            COUNT,
-            'tokens per slot in one dispatch; an interruption waits for one dispatch',
-            used_if=_has_own_engines,
-            also_for=_BY_ENGINES,
-        )
+    decode_steps: int = integer(
+        4,
+        COUNT,
+        'tokens per slot in one dispatch; an interruption waits for one dispatch',
+        used_if=_has_own_engines,
+        also_for=_BY_ENGINES,
     )
-    context_tokens: int = declare(
-        Integer(
-            64,
-            COUNT,
-            'most tokens of a sequence, prompt and answer',
-            also_for=_BY_ENGINES,
-            other_names='max_model_len max_seq_len max_seq_length max_length max_len context_length seq_len',
-        )
+    context_tokens: int = integer(
+        64,
+        COUNT,
+        'most tokens of a sequence, prompt and answer',
+        also_for=_BY_ENGINES,
+        other_names='max_model_len max_seq_len max_seq_length max_length max_len context_length seq_len',
     )
-    block_tokens: int = declare(
-        Integer(
-            64,
-            COUNT,
-            'positions in a block of the KV cache; a group shares those of its prompt',
-            used_if=_has_own_engines,
-            also_for=_BY_ENGINES,
-            other_names='block_size page_size',
-        )
+    block_tokens: int = integer(
+        64,
+        COUNT,
+        'positions in a block of the KV cache; a group shares those of its prompt',
+        used_if=_has_own_engines,
+        also_for=_BY_ENGINES,
+        other_names='block_size page_size',
     )
-    cache_tokens: int = declare(
-        Integer(
-            0,
-            COUNT_OR_OFF,
-            'positions of the KV cache of an engine; 0 = slots * context_tokens',
-            used_if=_has_own_engines,
-            also_for=_BY_ENGINES,
-            other_names='kv_cache_size gpu_memory_utilization mem_fraction_static cache_size',
-        )
+    cache_tokens: int = integer(
+        0,
+        COUNT_OR_OFF,
+        'positions of the KV cache of an engine; 0 = slots * context_tokens',
+        used_if=_has_own_engines,
+        also_for=_BY_ENGINES,
+        other_names='kv_cache_size gpu_memory_utilization mem_fraction_static cache_size',
     )
-    prefill_buckets: tuple[int, ...] = declare(
-        Lengths(
-            (64, 256),
-            'tokens of a packed prefill, padding included; longer prompts go in pieces',
-            used_if=_has_own_engines,
-            also_for=_BY_ENGINES,
-        )
+    prefill_buckets: tuple[int, ...] = lengths(
+        (64, 256),
+        'tokens of a packed prefill, padding included; longer prompts go in pieces',
+        used_if=_has_own_engines,
+        also_for=_BY_ENGINES,
     )
-    attention: str = declare(
-        Choice(
-            'auto',
-            ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
-            "over the KV cache; 'auto': by platform",
-            used_if=_decodes,
-            also_for=_BY_ENGINES,
-        )
+    attention: str = choice(
+        'auto',
+        ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
+        "over the KV cache; 'auto': by platform",
+        used_if=_decodes,
+        also_for=_BY_ENGINES,
     )
-    weights: str = declare(
-        Choice(
-            'published',
-            ('published', 'int8'),
-            'int8: quantized, and activations, in engines alone',
-            used_if=_decodes,
-            also_for=_BY_ENGINES,
-        )
+    weights: str = choice(
+        'published',
+        ('published', 'int8'),
+        'int8: quantized, and activations, in engines alone',
+        used_if=_decodes,
+        also_for=_BY_ENGINES,
     )
-    record_routes: bool = declare(
-        Flag(False, 'with experts: those that each token has reached, see docs/moe.md', also_for=_BY_ENGINES)
+    record_routes: bool = flag(
+        False, 'with experts: those that each token has reached, see docs/moe.md', also_for=_BY_ENGINES
     )
-    slow_versions: int = declare(
-        Integer(
-            0,
-            COUNT_OR_OFF,
-            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
-            used_if=_is_in_process,
-        )
+    slow_versions: int = integer(
+        0,
+        COUNT_OR_OFF,
+        'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
+        used_if=_is_in_process,
     )
-    slow_engines: str = declare(
-        Choice(
-            'use',
-            ('use', 'spare'),
-            'engines of unequal hardware: spare = a slow class gets no requests while the others have room for all',
-            used_if=_is_in_process,
-        )
+    slow_engines: str = choice(
+        'use',
+        ('use', 'spare'),
+        'engines of unequal hardware: spare = a slow class gets no requests while the others have room for all',
+        used_if=_is_in_process,
     )
-    kv_policy: Literal['recompute', 'keep', 'wait'] = declare(
-        Choice(
-            'recompute',
-            ('recompute', 'keep', 'wait'),
-            'KV cache of unfinished answers when new weights arrive; wait: no interruption',
-            also_for=_BY_ENGINES,
-        )
+    kv_policy: Literal['recompute', 'keep', 'wait'] = choice(
+        'recompute',
+        ('recompute', 'keep', 'wait'),
+        'KV cache of unfinished answers when new weights arrive; wait: no interruption',
+        also_for=_BY_ENGINES,
     )
-    server: str = declare(
-        ChoiceOrOwn(
-            IN_PROCESS.name,
-            tuple(SERVERS),
-            'where answers come from: this process, or servers, see docs/serving.md',
-            other_names='backend rollout_backend inference_backend rollout_engine use_vllm',
-        )
+    server: str = own_choice(
+        IN_PROCESS.name,
+        tuple(SERVERS),
+        'where answers come from: this process, or servers, see docs/serving.md',
+        other_names='backend rollout_backend inference_backend rollout_engine use_vllm',
     )
-    urls: tuple[str, ...] = declare(
-        Texts(
-            (),
-            f'external: {describe_addresses()} of each server',
-            used_if=lambda c: find_server(c.rollout.server).takes_urls,
-            other_names='server_url server_urls endpoint endpoints vllm_server_base_url addresses',
-        )
+    urls: tuple[str, ...] = texts(
+        (),
+        f'external: {describe_addresses()} of each server',
+        used_if=lambda c: find_server(c.rollout.server).takes_urls,
+        other_names='server_url server_urls endpoint endpoints vllm_server_base_url addresses',
     )
-    max_retries: int = declare(
-        Integer(
-            3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped', used_if=uses_servers
-        )
+    max_retries: int = integer(
+        3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped', used_if=uses_servers
     )
-    pause_lease_s: float = declare(
-        Real(
-            90.0,
-            LEASE,
-            'own, jetstream: a server that a lost run has paused serves after so long',
-            used_if=_holds_leases,
-        )
+    pause_lease_s: float = real(
+        90.0,
+        LEASE,
+        'own, jetstream: a server that a lost run has paused serves after so long',
+        used_if=lambda c: find_server(c.rollout.server).leases_pauses and not c.simulation.prices,
     )
-    max_mismatch: float | None = declare(
-        Real(
-            None,
-            POSITIVE,
-            'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else',
-            used_if=_checks_servers,
-        )
+    max_mismatch: float | None = real(
+        None,
+        POSITIVE,
+        'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else',
+        used_if=lambda c: uses_servers(c) and not c.simulation.prices,
     )
-    workflow: str = declare(
-        ChoiceOrOwn(
-            'single_turn',
-            ('single_turn', PROGRAM),
-            'how a prompt becomes an answer: docs/your_task.md, docs/agents.md',
-            also_for=_BY_ANSWERS,
-            other_names='agent_loop multi_turn rollout_fn agent_func_path',
-        )
+    workflow: str = own_choice(
+        'single_turn',
+        ('single_turn', PROGRAM),
+        'how a prompt becomes an answer: docs/your_task.md, docs/agents.md',
+        also_for=_BY_ANSWERS,
+        other_names='agent_loop multi_turn rollout_fn agent_func_path',
     )
-    episode_deadline_s: float = declare(
-        Real(
-            0.0,
-            NOT_NEGATIVE,
-            'of an agent: then its episode has no reward; 0 = none',
-            used_if=_has_episodes,
-            also_for=_BY_ANSWERS,
-        )
+    episode_deadline_s: float = real(
+        0.0,
+        NOT_NEGATIVE,
+        'of an agent: then its episode has no reward; 0 = none',
+        used_if=_has_episodes,
+        also_for=_BY_ANSWERS,
     )
-    group_size: int = declare(
-        Integer(
-            8,
-            COUNT,
-            'answers per prompt',
-            other_names='n n_samples num_samples n_samples_per_prompt num_generations samples_per_prompt group '
-            'num_return_sequences generations rollout_n n_rollouts num_rollouts answers_per_prompt '
-            'responses_per_prompt',
-        )
+    group_size: int = integer(
+        8,
+        COUNT,
+        'answers per prompt',
+        other_names='n n_samples num_samples n_samples_per_prompt num_generations samples_per_prompt group '
+        'num_return_sequences generations rollout_n n_rollouts num_rollouts answers_per_prompt '
+        'responses_per_prompt',
     )
-    max_running_groups: int = declare(
-        Integer(
-            0,
-            COUNT_OR_OFF,
-            'groups admitted and unfinished; 0: as many as fill the slots',
-            other_names='max_running_prompts max_inflight_prompts max_head_offpolicyness_groups',
-        )
+    max_running_groups: int = integer(
+        0,
+        COUNT_OR_OFF,
+        'groups admitted and unfinished; 0: as many as fill the slots',
+        other_names='max_running_prompts max_inflight_prompts max_head_offpolicyness_groups',
     )
-    max_new_tokens: int = declare(
-        Integer(
-            16,
-            COUNT,
-            'tokens of an answer, its stop token included',
-            also_for=_BY_ANSWERS,
-            other_names='max_completion_length response_length max_response_length generate_max_len max_tokens '
-            'max_gen_len max_generation_length max_answer_tokens max_response_len',
-        )
+    max_new_tokens: int = integer(
+        16,
+        COUNT,
+        'tokens of an answer, its stop token included',
+        also_for=_BY_ANSWERS,
+        other_names='max_completion_length response_length max_response_length generate_max_len max_tokens '
+        'max_gen_len max_generation_length max_answer_tokens max_response_len',
     )
-    ignore_eos: bool = declare(
-        Flag(False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens', also_for=_BY_ANSWERS)
+    ignore_eos: bool = flag(
+        False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens', also_for=_BY_ANSWERS
     )
-    temperature: float = declare(
-        Real(
-            1.0,
-            POSITIVE,
-            'of sampling, and part of the policy in all log-probs',
-            also_for=_BY_ANSWERS,
-            other_names='temp sampling_temperature',
-        )
+    temperature: float = real(
+        1.0,
+        POSITIVE,
+        'of sampling, and part of the policy in all log-probs',
+        also_for=_BY_ANSWERS,
+        other_names='temp sampling_temperature',
     )
-    top_k: int = declare(
-        Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling', also_for=_BY_ANSWERS)
+    top_k: int = integer(
+        0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling', also_for=_BY_ANSWERS
     )
-    top_p: float = declare(
-        Real(
-            1.0,
-            SHARE_ABOVE_ZERO,
-            '1 = off; training with a cut needs loss.truncated_sampling',
-            also_for=_BY_ANSWERS,
-            other_names='nucleus',
-        )
+    top_p: float = real(
+        1.0,
+        SHARE_ABOVE_ZERO,
+        '1 = off; training with a cut needs loss.truncated_sampling',
+        also_for=_BY_ANSWERS,
+        other_names='nucleus',
     )
 
     def count_cache_blocks(self, slots: int, *, beside: bool = False) -> int:

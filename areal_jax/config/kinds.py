@@ -7,9 +7,8 @@ functions by name, 'package.module:function', so that the table imports neither 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.plugins import is_own, load_function, raising_user_error
@@ -18,8 +17,7 @@ SERVER, CHANNEL = 'rollout.server', 'publication.channel'
 Reference: TypeAlias = str | Callable[..., Any]  # 'package.module:function', or the function
 
 
-@dataclasses.dataclass(frozen=True)
-class ClientKind:
+class ClientKind(NamedTuple):
     """A protocol that this project speaks with a server."""
 
     name: str  # `kind` of the entry in the registry; the address in rollout.urls is 'NAME+http://host:port'
@@ -28,8 +26,7 @@ class ClientKind:
     packs_tied_head: bool = False  # on a CPU it keeps the first version's head if that is tied to the embedding
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The functions that start servers of a kind."""
 
     serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
@@ -41,8 +38,7 @@ class Launch:
     registers_at_start: bool = False  # its entry is in the registry while the server is still being built
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerKind:
+class ServerKind(NamedTuple):
     """A source of answers."""
 
     name: str
@@ -67,8 +63,7 @@ class ServerKind:
         return not self.clients
 
 
-@dataclasses.dataclass(frozen=True)
-class ChannelKind:
+class ChannelKind(NamedTuple):
     """A channel that carries weights from the learner to the engines."""
 
     name: str
@@ -131,12 +126,12 @@ JETSTREAM = ServerKind(
     'jetstream',
     (JETSTREAM_CLIENT,),
     launch=Launch(
-        'areal_jax.app.roles.jetstream_server:serve_engine',
+        'areal_jax.app.roles.own_server:serve_jetstream',
         'areal_jax.app.roles.own_server:plan_server',
-        require='areal_jax.app.roles.jetstream_server:find_python',
+        require='areal_jax.app.roles.own_server:find_jetstream',
         prepare='areal_jax.app.roles.own_server:write_config',
-        front='areal_jax.app.roles.jetstream_server:describe_front',
-        enter='areal_jax.app.roles.jetstream_server:enter_interpreter',
+        front='areal_jax.app.roles.own_server:describe_jetstream',
+        enter='areal_jax.app.roles.own_server:enter_jetstream',
         registers_at_start=True,
     ),
     reads_deltas=True,

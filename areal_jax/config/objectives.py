@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES, PolicyChoices
@@ -42,12 +43,11 @@ _READS: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
 _READS_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {'entropy_coefficient': ('entropy_clamp',)}
 
 
-@dataclasses.dataclass(frozen=True)
-class ObjectiveKind:
+class ObjectiveKind(NamedTuple):
     """An objective, as an entry of OBJECTIVES."""
 
     name: str
-    choices: Choices = dataclasses.field(default_factory=dict)  # in which a method differs from BASE
+    choices: Choices = types.MappingProxyType({})  # in which a method differs from BASE
     source: str = ''  # where the method is described
     generates: bool = True  # it learns from answers of engines; False: from given answers
     given: str = DEMONSTRATIONS  # the kind of given answers: DEMONSTRATIONS or PAIRS

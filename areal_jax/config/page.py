@@ -20,7 +20,7 @@ This page is made from [`areal_jax/config/declarations.py`](../areal_jax/config/
 An experiment file starts from `areal_jax.config.default_config()` and sets what differs; the command line sets any
 field with `--config.SECTION.FIELD=VALUE`. In the last column, a word before a colon names the choice, the task
 or the optimizer that reads the field. Rules that join several fields are in
-[`areal_jax/config/constraints.py`](../areal_jax/config/constraints.py).
+[`areal_jax/config/__init__.py`](../areal_jax/config/__init__.py).
 """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_jax.config.fields import (
     COUNT_OR_OFF,
@@ -24,15 +24,16 @@ from areal_jax.config.fields import (
     Integer,
     Range,
     Real,
+    choice,
     declare,
     list_fields,
+    real,
 )
 
 OF_METHOD = ''  # a choice that loss.objective makes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SurrogateKind:
+class SurrogateKind(NamedTuple):
     """The properties of a surrogate that the config needs."""
 
     reads: tuple[str, ...] = ()  # fields of PolicyChoices
@@ -57,8 +58,7 @@ SURROGATES: Mapping[str, SurrogateKind] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdvantageKind:
+class AdvantageKind(NamedTuple):
     """The properties of an advantage that the config needs; learning/objective/advantages.py computes it."""
 
     reads: tuple[str, ...] = ()  # fields of PolicyChoices
@@ -105,13 +105,11 @@ class PolicyChoices:
     ratio_denominator: str = _axis(
         'proximal', ('proximal', 'behavior'), 'π_θ / this', 'use_rollout_logprobs use_vllm_logprobs cispo_anchor'
     )
-    proximal: str = declare(
-        Choice(
-            'recompute',
-            ('recompute', 'loglinear', 'behavior'),
-            'loglinear: A-3PO; behavior: plain PPO',
-            other_names='use_decoupled_loss recompute_logprob decoupled bypass_mode',
-        )
+    proximal: str = choice(
+        'recompute',
+        ('recompute', 'loglinear', 'behavior'),
+        'loglinear: A-3PO; behavior: plain PPO',
+        other_names='use_decoupled_loss recompute_logprob decoupled bypass_mode',
     )
     surrogate: str = _axis(
         'clip',
@@ -226,20 +224,16 @@ class PolicyChoices:
         Integer(0, COUNT_OR_OFF, 'constant: tokens; 0 = rollout.max_new_tokens', other_names='loss_scale_factor'),
         default=1,
     )
-    truncated_answers: str = declare(
-        Choice(
-            'trained',
-            ('trained', 'masked'),
-            'answers that ended at their limit; masked: train nothing, and do not count',
-            other_names='mask_truncated_completions overlong_filtering mask_no_eos_with_zero',
-        )
+    truncated_answers: str = choice(
+        'trained',
+        ('trained', 'masked'),
+        'answers that ended at their limit; masked: train nothing, and do not count',
+        other_names='mask_truncated_completions overlong_filtering mask_no_eos_with_zero',
     )
-    reward_bias: float = declare(
-        Real(0.0, NOT_NEGATIVE, 'is taken from each reward, before its scale', other_names='reward_shift')
+    reward_bias: float = real(
+        0.0, NOT_NEGATIVE, 'is taken from each reward, before its scale', other_names='reward_shift'
     )
-    reward_scale: float = declare(
-        Real(1.0, POSITIVE, 'multiplies each reward', other_names='reward_scaling reward_multiplier')
-    )
+    reward_scale: float = real(1.0, POSITIVE, 'multiplies each reward', other_names='reward_scaling reward_multiplier')
     reward_clip: float | None = _number(
         None,
         POSITIVE,
@@ -255,13 +249,11 @@ class PolicyChoices:
         ),
         default=0,
     )
-    overlong_penalty: float = declare(
-        Real(
-            1.0,
-            POSITIVE,
-            'of an answer of rollout.max_new_tokens, before loss.reward_scale',
-            other_names='overlong_penalty_factor',
-        )
+    overlong_penalty: float = real(
+        1.0,
+        POSITIVE,
+        'of an answer of rollout.max_new_tokens, before loss.reward_scale',
+        other_names='overlong_penalty_factor',
     )
     entropy_coefficient: float = _number(
         0.0,
@@ -278,21 +270,17 @@ class PolicyChoices:
         'above 0 keeps the policy near loss.reference',
         'kl beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_ctl kl_penalty kl_weight kl_beta use_kl_loss kl_ctrl',
     )
-    kl_estimator: str = declare(
-        Choice(
-            'k3',
-            ('k1', 'k2', 'k3', 'unbiased'),
-            'of that divergence; unbiased: also on tokens of older weights',
-            other_names='kl_loss_type kl_type kl_penalty_type',
-        )
+    kl_estimator: str = choice(
+        'k3',
+        ('k1', 'k2', 'k3', 'unbiased'),
+        'of that divergence; unbiased: also on tokens of older weights',
+        other_names='kl_loss_type kl_type kl_penalty_type',
     )
-    kl_in: str = declare(
-        Choice(
-            'loss',
-            ('loss', 'reward'),
-            'where it counts; reward: that of the policy that drew the answers',
-            other_names='use_kl_in_reward kl_in_reward',
-        )
+    kl_in: str = choice(
+        'loss',
+        ('loss', 'reward'),
+        'where it counts; reward: that of the policy that drew the answers',
+        other_names='use_kl_in_reward kl_in_reward',
     )
     longest_answer: int = 1  # tokens, for the overlong penalty
     seed: int = 0  # for randomly drawn gates

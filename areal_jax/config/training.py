@@ -19,16 +19,15 @@ from areal_jax.config.fields import (
     SHARE,
     SHARE_ABOVE_ZERO,
     VERSIONS,
-    Choice,
     Config,
     ConfigSection,
-    Flag,
-    Integer,
-    Lengths,
-    Path,
-    Real,
     Value,
-    declare,
+    choice,
+    flag,
+    integer,
+    lengths,
+    path_text,
+    real,
 )
 from areal_jax.config.objectives import KL, find_kl, find_objective, is_policy, resolve
 
@@ -46,24 +45,20 @@ class StalenessSection(ConfigSection):
     title: ClassVar[str] = 'How old the trained data may be'
     used_if: ClassVar[Callable[[Config], bool]] = generates
 
-    eta: float = declare(
-        Real(
-            4.0,
-            VERSIONS,
-            'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded',
-            other_names='max_staleness max_head_offpolicyness staleness_threshold staleness off_policyness max_lag lag '
-            'max_off_policy_steps async_level',
-        )
+    eta: float = real(
+        4.0,
+        VERSIONS,
+        'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded',
+        other_names='max_staleness max_head_offpolicyness staleness_threshold staleness off_policyness max_lag lag '
+        'max_off_policy_steps async_level',
     )
-    schedule: str = declare(
-        Path('natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'")
+    schedule: str = path_text(
+        'natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'"
     )
-    max_token_age: int | None = declare(
-        Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off')
+    max_token_age: int | None = integer(
+        None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off'
     )
-    over_age: str = declare(
-        Choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens")
-    )
+    over_age: str = choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens")
 
     @property
     def oldest_kept(self) -> int | None:
@@ -83,110 +78,82 @@ class LearnerSection(ConfigSection):
     section: ClassVar[str] = 'learner'
     title: ClassVar[str] = 'How an update is computed'
 
-    groups_per_update: int = declare(
-        Integer(
-            8,
-            COUNT,
-            'B of Eq. 3; sft: demonstrations; dpo, reward_model: pairs',
-            other_names='batch_size train_batch_size rollout_batch_size global_batch_size per_device_train_batch_size '
-            'prompts_per_batch prompts_per_step batch bs consumer_batch_size num_prompts',
-        )
+    groups_per_update: int = integer(
+        8,
+        COUNT,
+        'B of Eq. 3; sft: demonstrations; dpo, reward_model: pairs',
+        other_names='batch_size train_batch_size rollout_batch_size global_batch_size per_device_train_batch_size '
+        'prompts_per_batch prompts_per_step batch bs consumer_batch_size num_prompts',
     )
-    n_minibatches: int = declare(
-        Integer(
-            1,
-            COUNT,
-            'parts of a batch, each an optimizer step',
-            other_names='ppo_n_minibatches num_minibatches n_mini_batches num_mini_batches ppo_mini_batch_size '
-            'mini_batch_size minibatches',
-        )
+    n_minibatches: int = integer(
+        1,
+        COUNT,
+        'parts of a batch, each an optimizer step',
+        other_names='ppo_n_minibatches num_minibatches n_mini_batches num_mini_batches ppo_mini_batch_size '
+        'mini_batch_size minibatches',
     )
-    epochs: int = declare(
-        Integer(
-            1,
-            COUNT,
-            'passes over the batch',
-            other_names='ppo_epochs num_ppo_epochs max_epochs num_train_epochs update_epochs n_epochs',
-        )
+    epochs: int = integer(
+        1,
+        COUNT,
+        'passes over the batch',
+        other_names='ppo_epochs num_ppo_epochs max_epochs num_train_epochs update_epochs n_epochs',
     )
-    packing: str = declare(
-        Choice(
-            'shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row", used_if=generates
-        )
+    packing: str = choice(
+        'shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row", used_if=generates
     )
-    fill: str = declare(
-        Choice('first_fit', ('first_fit', 'algorithm_1', 'padded'), 'algorithm_1: the paper; padded: one a row')
+    fill: str = choice('first_fit', ('first_fit', 'algorithm_1', 'padded'), 'algorithm_1: the paper; padded: one a row')
+    row_tokens: int = integer(
+        256,
+        COUNT,
+        'static length of a row; must hold one trajectory',
+        other_names='max_tokens_per_mb ppo_max_token_len_per_gpu max_tokens_per_batch pack_length',
     )
-    row_tokens: int = declare(
-        Integer(
-            256,
-            COUNT,
-            'static length of a row; must hold one trajectory',
-            other_names='max_tokens_per_mb ppo_max_token_len_per_gpu max_tokens_per_batch pack_length',
-        )
+    row_loss_tokens: int = integer(128, COUNT, 'static number of loss tokens of a row')
+    rows_per_microbatch: int = integer(
+        1,
+        COUNT,
+        'over all data shards',
+        other_names='micro_batch_size ppo_micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu '
+        'micro_batch_size_per_gpu gradient_accumulation_steps microbatch_size',
     )
-    row_loss_tokens: int = declare(Integer(128, COUNT, 'static number of loss tokens of a row'))
-    rows_per_microbatch: int = declare(
-        Integer(
-            1,
-            COUNT,
-            'over all data shards',
-            other_names='micro_batch_size ppo_micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu '
-            'micro_batch_size_per_gpu gradient_accumulation_steps microbatch_size',
-        )
+    tail_buckets: int = integer(0, COUNT_OR_OFF, 'smaller rows for the last micro-batch: 1 = half, 2 = also a quarter')
+    row_buckets: tuple[int, ...] = lengths(
+        (), 'tokens of smaller rows, each compiled: rows are filled so that their sum is least'
     )
-    tail_buckets: int = declare(
-        Integer(0, COUNT_OR_OFF, 'smaller rows for the last micro-batch: 1 = half, 2 = also a quarter')
+    accumulate: str = choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch")
+    filter_equal_rewards: bool = flag(
+        True, 'do not train groups whose rewards are all equal; they still count as used', used_if=generates
     )
-    row_buckets: tuple[int, ...] = declare(
-        Lengths((), 'tokens of smaller rows, each compiled: rows are filled so that their sum is least')
+    dtype: str = choice(
+        'float32',
+        DTYPES,
+        'of forward and backward passes; master weights stay float32',
+        other_names='bf16 fp16 precision mixed_precision compute_dtype torch_dtype param_dtype',
     )
-    accumulate: str = declare(
-        Choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch")
+    loss_scale: float = real(1.0, LOSS_SCALE, 'float16: multiplies the loss; gradients are divided by it in float32')
+    layers: str = choice(
+        'list', ('list', 'stacked'), "'list' is best on CPU, 'stacked' (a scan) compiles fast at depth"
     )
-    filter_equal_rewards: bool = declare(
-        Flag(True, 'do not train groups whose rewards are all equal; they still count as used', used_if=generates)
+    remat: str = choice(
+        'dots',
+        ('none', 'dots', 'attention', 'full'),
+        'kept for the gradient: none = all, full = nothing',
+        other_names='gradient_checkpointing activation_checkpointing enable_gradient_checkpointing',
     )
-    dtype: str = declare(
-        Choice(
-            'float32',
-            DTYPES,
-            'of forward and backward passes; master weights stay float32',
-            other_names='bf16 fp16 precision mixed_precision compute_dtype torch_dtype param_dtype',
-        )
+    attention: str = choice(
+        'auto',
+        ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'),
+        "'auto': by platform",
+        other_names='attn_implementation flash_attn flash_attention attn',
     )
-    loss_scale: float = declare(
-        Real(1.0, LOSS_SCALE, 'float16: multiplies the loss; gradients are divided by it in float32')
+    routes: str = choice(
+        'live',
+        ('live', 'replay'),
+        'with experts: replay = those that rollout.record_routes recorded',
+        used_if=lambda c: generates(c) and c.rollout.record_routes,
+        compared=False,
     )
-    layers: str = declare(
-        Choice('list', ('list', 'stacked'), "'list' is best on CPU, 'stacked' (a scan) compiles fast at depth")
-    )
-    remat: str = declare(
-        Choice(
-            'dots',
-            ('none', 'dots', 'attention', 'full'),
-            'kept for the gradient: none = all, full = nothing',
-            other_names='gradient_checkpointing activation_checkpointing enable_gradient_checkpointing',
-        )
-    )
-    attention: str = declare(
-        Choice(
-            'auto',
-            ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'),
-            "'auto': by platform",
-            other_names='attn_implementation flash_attn flash_attention attn',
-        )
-    )
-    routes: str = declare(
-        Choice(
-            'live',
-            ('live', 'replay'),
-            'with experts: replay = those that rollout.record_routes recorded',
-            used_if=lambda c: generates(c) and c.rollout.record_routes,
-        ),
-        compare=False,  # an argument of programs: both values run the same programs
-    )
-    router_aux_loss: float = declare(Real(0.0, NOT_NEGATIVE, 'with experts: weight of a loss that evens their load'))
+    router_aux_loss: float = real(0.0, NOT_NEGATIVE, 'with experts: weight of a loss that evens their load')
 
     @property
     def row_room(self) -> tuple[int, int]:
@@ -209,24 +176,20 @@ class DiagnosticsSection(ConfigSection):
     section: ClassVar[str] = 'diagnostics'
     title: ClassVar[str] = 'What a run measures beside its loss, see docs/diagnostics.md'
 
-    ratio_sample: float = declare(
-        Real(
-            0.0,
-            SHARE,
-            'share of the trained answers whose importance ratio is split; 0 = off, at no cost',
-            used_if=generates,
-        )
+    ratio_sample: float = real(
+        0.0,
+        SHARE,
+        'share of the trained answers whose importance ratio is split; 0 = off, at no cost',
+        used_if=generates,
     )
-    brakes: bool = declare(
-        Flag(False, 'what each optimizer.brake reads, also where it is not used; keeps a copy of the gradient')
+    brakes: bool = flag(
+        False, 'what each optimizer.brake reads, also where it is not used; keeps a copy of the gradient'
     )
-    ring_bytes: int = declare(
-        Integer(
-            2**30,
-            BYTES,
-            'of the weights of earlier versions that this needs, in host memory',
-            used_if=lambda c: generates(c) and c.diagnostics.ratio_sample > 0,
-        )
+    ring_bytes: int = integer(
+        2**30,
+        BYTES,
+        'of the weights of earlier versions that this needs, in host memory',
+        used_if=lambda c: generates(c) and c.diagnostics.ratio_sample > 0,
     )
 
     @property
@@ -242,139 +205,103 @@ class OptimizerSection(ConfigSection):
     section: ClassVar[str] = 'optimizer'
     title: ClassVar[str] = 'How gradients become weights'
 
-    name: str = declare(
-        Choice(
-            'adamw',
-            ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'),
-            'see learning/optimizer.py',
-            other_names='optim optimizer optimizer_type optimizer_name',
-        )
+    name: str = choice(
+        'adamw',
+        ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'),
+        'see learning/optimizer.py',
+        other_names='optim optimizer optimizer_type optimizer_name',
     )
-    learning_rate: float = declare(
-        Real(
-            2e-5,
-            NOT_NEGATIVE,
-            'after warm-up',
-            other_names='lr actor_lr policy_lr actor_learning_rate peak_lr max_lr base_lr step_size',
-        ),
-        compare=False,  # an argument of programs: all rates run the same programs
+    learning_rate: float = real(
+        2e-5,
+        NOT_NEGATIVE,
+        'after warm-up',
+        other_names='lr actor_lr policy_lr actor_learning_rate peak_lr max_lr base_lr step_size',
+        compared=False,
     )
-    schedule: str = declare(
-        Choice(
-            'constant',
-            ('constant', 'cosine', 'linear'),
-            'after warm-up, down to the last step',
-            other_names='lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay warmup_style scheduler_type',
-        )
+    schedule: str = choice(
+        'constant',
+        ('constant', 'cosine', 'linear'),
+        'after warm-up, down to the last step',
+        other_names='lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay warmup_style scheduler_type',
     )
-    final_ratio: float = declare(
-        Real(
-            0.0,
-            SHARE,
-            'cosine, linear: last learning rate / learning_rate',
-            used_if=lambda c: c.optimizer.schedule != 'constant',
-            other_names='min_lr_ratio min_lr min_lr_rate lr_end',
-        )
+    final_ratio: float = real(
+        0.0,
+        SHARE,
+        'cosine, linear: last learning rate / learning_rate',
+        used_if=lambda c: c.optimizer.schedule != 'constant',
+        other_names='min_lr_ratio min_lr min_lr_rate lr_end',
     )
-    moment_dtype: str = declare(
-        Choice(
-            'float32', ('float32', 'bfloat16'), 'adamw: of both moments', used_if=lambda c: c.optimizer.name == 'adamw'
-        )
+    moment_dtype: str = choice(
+        'float32', ('float32', 'bfloat16'), 'adamw: of both moments', used_if=lambda c: c.optimizer.name == 'adamw'
     )
-    b1: float = declare(
-        Real(
-            0.9,
-            DECAY,
-            'adamw, adamw8bit, lion: decay of the first moment',
-            used_if=lambda c: c.optimizer.name in ('adamw', 'adamw8bit', 'lion'),
-            other_names='beta1 adam_beta1 adam_b1',
-        )
+    b1: float = real(
+        0.9,
+        DECAY,
+        'adamw, adamw8bit, lion: decay of the first moment',
+        used_if=lambda c: c.optimizer.name in ('adamw', 'adamw8bit', 'lion'),
+        other_names='beta1 adam_beta1 adam_b1',
     )
-    b2: float = declare(
-        Real(
-            0.95,
-            DECAY,
-            'adamw, adamw8bit: decay of the second moment; lion: of the momentum',
-            used_if=lambda c: c.optimizer.name in ('adamw', 'adamw8bit', 'lion'),
-            other_names='beta2 adam_beta2 adam_b2',
-        )
+    b2: float = real(
+        0.95,
+        DECAY,
+        'adamw, adamw8bit: decay of the second moment; lion: of the momentum',
+        used_if=lambda c: c.optimizer.name in ('adamw', 'adamw8bit', 'lion'),
+        other_names='beta2 adam_beta2 adam_b2',
     )
-    eps: float = declare(
-        Real(
-            1e-8,
-            POSITIVE,
-            'adamw, adamw8bit: added to the root of the second moment',
-            used_if=lambda c: c.optimizer.name in ('adamw', 'adamw8bit'),
-            other_names='adam_eps adam_epsilon',
-        )
+    eps: float = real(
+        1e-8,
+        POSITIVE,
+        'adamw, adamw8bit: added to the root of the second moment',
+        used_if=lambda c: c.optimizer.name in ('adamw', 'adamw8bit'),
+        other_names='adam_eps adam_epsilon',
     )
-    weight_decay: float = declare(Real(0.0, NOT_NEGATIVE, 'decoupled; 0 = off', other_names='wd l2'))
-    decay: str = declare(
-        Choice(
-            'all',
-            ('all', 'matrices'),
-            "leaves that decay; 'matrices': not norms, biases and the embedding",
-            used_if=lambda c: c.optimizer.weight_decay > 0,
-        )
+    weight_decay: float = real(0.0, NOT_NEGATIVE, 'decoupled; 0 = off', other_names='wd l2')
+    decay: str = choice(
+        'all',
+        ('all', 'matrices'),
+        "leaves that decay; 'matrices': not norms, biases and the embedding",
+        used_if=lambda c: c.optimizer.weight_decay > 0,
     )
-    clip_norm: float = declare(
-        Real(
-            1.0,
-            NOT_NEGATIVE,
-            'global norm of the gradient; 0 = off',
-            other_names='max_grad_norm grad_clip clip_grad gradient_clipping grad_norm max_norm clip_grad_norm',
-        )
+    clip_norm: float = real(
+        1.0,
+        NOT_NEGATIVE,
+        'global norm of the gradient; 0 = off',
+        other_names='max_grad_norm grad_clip clip_grad gradient_clipping grad_norm max_norm clip_grad_norm',
     )
-    warmup_steps: int = declare(
-        Integer(
-            0,
-            COUNT_OR_OFF,
-            'optimizer steps of linear warm-up',
-            other_names='warmup lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio warmup_steps_proportion',
-        )
+    warmup_steps: int = integer(
+        0,
+        COUNT_OR_OFF,
+        'optimizer steps of linear warm-up',
+        other_names='warmup lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio warmup_steps_proportion',
     )
-    brake: str = declare(
-        Choice(
-            'none', ('none', 'ess', 'lag', 'projection'), 'shortens steps on old data, see docs/staleness_methods.md'
-        )
+    brake: str = choice(
+        'none', ('none', 'ess', 'lag', 'projection'), 'shortens steps on old data, see docs/staleness_methods.md'
     )
-    brake_base: float = declare(
-        Real(
-            1.0,
-            SHARE_ABOVE_ZERO,
-            'ess: effective sample size of answers from which on steps are whole',
-            used_if=lambda c: c.optimizer.brake == 'ess',
-        )
+    brake_base: float = real(
+        1.0,
+        SHARE_ABOVE_ZERO,
+        'ess: effective sample size of answers from which on steps are whole',
+        used_if=lambda c: c.optimizer.brake == 'ess',
     )
-    brake_lag: float = declare(
-        Real(
-            8.0,
-            POSITIVE,
-            'lag: age of the data in optimizer steps up to which steps are whole',
-            used_if=lambda c: c.optimizer.brake == 'lag',
-        )
+    brake_lag: float = real(
+        8.0,
+        POSITIVE,
+        'lag: age of the data in optimizer steps up to which steps are whole',
+        used_if=lambda c: c.optimizer.brake == 'lag',
     )
-    blocks: int = declare(
-        Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all')
+    blocks: int = integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all')
+    block_order: str = choice(
+        'cyclic',
+        ('cyclic', 'shuffled'),
+        'of the blocks of a round; shuffled: by run.seed',
+        used_if=lambda c: c.optimizer.blocks > 1,
     )
-    block_order: str = declare(
-        Choice(
-            'cyclic',
-            ('cyclic', 'shuffled'),
-            'of the blocks of a round; shuffled: by run.seed',
-            used_if=lambda c: c.optimizer.blocks > 1,
-        )
-    )
-    block_updates: int = declare(
-        Integer(1, COUNT, 'updates before the next block', used_if=lambda c: c.optimizer.blocks > 1)
-    )
-    block_state: str = declare(
-        Choice(
-            'host',
-            ('host', 'drop'),
-            'moments of blocks not being trained; drop: begin again at 0',
-            used_if=lambda c: c.optimizer.blocks > 1,
-        )
+    block_updates: int = integer(1, COUNT, 'updates before the next block', used_if=lambda c: c.optimizer.blocks > 1)
+    block_state: str = choice(
+        'host',
+        ('host', 'drop'),
+        'moments of blocks not being trained; drop: begin again at 0',
+        used_if=lambda c: c.optimizer.blocks > 1,
     )
 
 

@@ -1,92 +1,15 @@
-"""Closed forms: the pace of a run by its slowest station, the best split of devices, the cost of new weights, ages."""
+"""Closed forms: the pace of a run by its slowest station, the cost of new weights, ages."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-
-
-def erlang_c(servers: int, load: float) -> float:
-    """The probability that a job waits in M/M/c; `load` is rho, the share of all servers that is busy, below 1."""
-    offered = servers * load
-    last = offered**servers / math.factorial(servers) / (1 - load)
-    return last / (sum(offered**k / math.factorial(k) for k in range(servers)) + last)
-
-
-def wait_s(servers: int, load: float, service_s: float) -> float:
-    """Mean wait in M/M/c, with exponential service times of mean `service_s`."""
-    return erlang_c(servers, load) * service_s / (servers * (1 - load))
-
-
-def wait_for_one_s(load: float, service_s: float, variation: float) -> float:
-    """Mean wait in M/G/1, lambda E[s^2] / (2 (1 - rho)).
-
-    `variation` is the standard deviation of the service over its mean: 0 is M/D/1, 1 is M/M/1.
-    """
-    return load * service_s * (1 + variation**2) / (2 * (1 - load))
-
-
-def longest_exponential(n: int) -> float:
-    """E[max] of n exponential times over their mean: the harmonic number H_n."""
-    return math.fsum(1 / k for k in range(1, n + 1))
-
-
-def longest_uniform(n: int) -> float:
-    """E[max] of n uniform numbers in [0, 1]."""
-    return n / (n + 1)
-
-
-def longest_lognormal(n: int, sigma: float) -> float:
-    """E[max] of n lognormal lengths over their mean, asymptotically and loosely: exp(sigma sqrt(2 ln n) - sigma^2 / 2).
-
-    For lengths that are not cut off; a cap bounds it by cap / mean. `group_moments` has exact values.
-    """
-    return math.exp(sigma * math.sqrt(2 * math.log(n)) - sigma**2 / 2)
-
-
-def slowest(seconds: Mapping[str, float]) -> str:
-    """The station that sets the pace: it takes the most seconds for an update. Of equal ones, the first."""
-    return max(seconds, key=lambda station: seconds[station])
 
 
 def idle_shares(seconds: Mapping[str, float]) -> dict[str, float]:
     """The idle share of each station, 1 - its load, if the slowest is always busy."""
     period_s = max(seconds.values())
     return {station: 1 - taken_s / period_s for station, taken_s in seconds.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """A split of n devices between generation and training."""
-
-    generating: float
-    training: float
-    period_s: float  # of an update
-
-
-def best_split(devices: int, generation_s: float, train_s: float) -> Split:
-    """The split with which both sides take equally long: x / n = W_g / (W_g + W_t), P = (W_g + W_t) / n.
-
-    W_g and W_t are device-seconds of an update; both sides are assumed to scale perfectly over devices.
-    """
-    total_s = generation_s + train_s
-    generating = devices * generation_s / total_s
-    return Split(generating, devices - generating, total_s / devices)
-
-
-def best_whole_split(devices: int, generation_s: float, train_s: float) -> Split:
-    """The best split into whole devices, at least one a side; of equally fast splits, the one that trains on more."""
-    splits = (
-        Split(count, devices - count, max(generation_s / count, train_s / (devices - count)))
-        for count in range(1, devices)
-    )
-    return min(splits, key=lambda split: split.period_s)
-
-
-def shared_period_s(devices: int, generation_s: float, train_s: float, switch_s: float = 0.0) -> float:
-    """Seconds an update if all devices generate, then all train: colocated and synchronous, without a tail."""
-    return (generation_s + train_s) / devices + switch_s
 
 
 def useful_share_of_interrupted(load_s: float, live_tokens: float, prefill_token_s: float, period_s: float) -> float:
@@ -135,11 +58,6 @@ def period_s(generation_s: float, train_s: float, publish_s: float, eta: float, 
     return max(train_s, work_s, (generation_s + train_s + publish_s) / (eta + 1))
 
 
-def saturating_eta(generation_s: float, train_s: float, publish_s: float) -> int:
-    """The least eta with which the learner never waits: ceil((G + p) / T)."""
-    return math.ceil((generation_s + publish_s) / train_s)
-
-
 def update_ends_s(generation_s: Sequence[float], train_s: float, publish_s: float, eta: int) -> list[float]:
     """The end of each update: e_k = max(e_{k-1}, e_{k-eta-1} + p + G_k) + T; terms before the start are 0.
 
@@ -167,11 +85,6 @@ def mean_token_age(eta: int, generation_s: float, train_s: float) -> float:
     """
     ratio = generation_s / train_s
     return eta - _sum_of_floor(ratio) / ratio
-
-
-def mean_floor(low: float, high: float) -> float:
-    """The mean of floor(x) over x in [low, high); both bounds are at least 0."""
-    return (_sum_of_floor(high) - _sum_of_floor(low)) / (high - low)
 
 
 def _sum_of_floor(end: float) -> float:
@@ -203,23 +116,6 @@ def staleness(slots: float, batch: float, capacity: float, rho: float, tail: flo
     return pre_queue_staleness(slots, batch, tail, rho) + in_queue_staleness(capacity, rho)
 
 
-def fluid_in_queue_staleness(capacity: float, rho: float) -> float:
-    """In-queue staleness, exact for groups that come evenly and faster than they are used, rho > 1.
-
-    The mean of floor(x) + 1 over x from (q - 1) / rho to q / rho.
-    """
-    return 1 + mean_floor((capacity - 1) / rho, capacity / rho)
-
-
 def token_age(slots: float, batch: float, capacity: float, rho: float, token_tail: float) -> float:
     """The mean age of a token: `staleness` with kappa = (E[L L_max] - E[L^2] / 2) / E[L]^2 in place of M_tail."""
     return staleness(slots, batch, capacity, rho, token_tail)
-
-
-def relative_period(trainer_rate: float, rollout_rate: float, rho: float) -> float:
-    """Seconds an update times devices, up to a factor: (1 / c_T + rho / c_R) / min(1, rho).
-
-    c_T and c_R are the tokens that one device trains and generates a second; devices are split so that the rollout rate
-    is rho times the trainer rate.
-    """
-    return (1 / trainer_rate + rho / rollout_rate) / min(1.0, rho)

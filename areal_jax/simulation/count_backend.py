@@ -36,11 +36,7 @@ class UpdateShape(NamedTuple):
 
 
 class CountLearner:
-    """Implements app.run.run.RunLearner.
-
-    Args:
-      price: which groups are trained, and how tokens are counted.
-    """
+    """Implements app.run.run.RunLearner; `price` says which groups are trained, and how tokens are counted."""
 
     followers: Sequence[Follower] = ()
 

@@ -14,8 +14,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event, FinishEvent
 from areal_jax.report.event_log import lane_intervals
-from areal_jax.simulation import draws
-from areal_jax.simulation.lengths import Lengths, Mixture
+from areal_jax.simulation.lengths import Lengths, Mixture, uniform
 from areal_jax.types import NOT_GENERATED
 
 _REACH, _STEP = 6.0, 0.01  # of the grid of normal numbers
@@ -146,7 +145,7 @@ class DrawnAnswers:
         return self.tool.draw(self.seed, draw, sample, 'tool', call) / _MILLISECONDS
 
     def reward(self, draw: int, sample: int) -> float:
-        return float(draws.uniform(self.seed, draw, sample, 'reward') < self.success)
+        return float(uniform(self.seed, draw, sample, 'reward') < self.success)
 
     def verifier_s(self, draw: int, sample: int, attempt: int = 0) -> float:
         return self.verifier.draw(self.seed, draw, sample, 'verifier', attempt) / _MILLISECONDS

@@ -7,12 +7,36 @@ is `group_share`: for lognormal lengths the share of the variance of log L that 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
+import statistics
+import struct
 from collections.abc import Callable
 
 from areal_jax.config.fields import COUNT, SHARE, ConfigError
-from areal_jax.simulation import draws
+
+_NORMAL = statistics.NormalDist()
+_BITS = 52  # of a number in (0, 1): it is still exact after half a step is added
+_pack = struct.Struct('<4q').pack
+_read = struct.Struct('<Q').unpack
+
+
+def uniform(seed: int, draw: int, sample: int, kind: str, index: int = 0) -> float:
+    """A uniform number in (0, 1), both ends excluded: a function of its key, never of the order of events.
+
+    `draw` and `sample` name an answer, `kind` the quantity ('answer', 'reward', 'tool'), `index` one of several. Runs
+    that differ only in their schedule draw the same numbers.
+    """
+    key = _pack(seed, draw, sample, index) + kind.encode()
+    (word,) = _read(hashlib.blake2b(key, digest_size=8).digest())
+    return ((word >> (64 - _BITS)) + 0.5) * 2.0**-_BITS
+
+
+def normal(seed: int, draw: int, sample: int, kind: str, index: int = 0) -> float:
+    """A number from the standard normal distribution."""
+    return _NORMAL.inv_cdf(uniform(seed, draw, sample, kind, index))
+
 
 FORMS = (
     'constant(VALUE)',
@@ -189,17 +213,17 @@ class Lengths:
         """The length of one answer, a function of its key alone; `index` counts the lengths of one answer."""
         found = self.at(draw)
         if isinstance(found, Mixture):
-            found = found.parts[found.part(draws.uniform(seed, draw, sample, kind + OF_PART, index))]
-        number = draws.normal(seed, draw, sample, kind, index) if self.group_share < 1 else 0.0
+            found = found.parts[found.part(uniform(seed, draw, sample, kind + OF_PART, index))]
+        number = normal(seed, draw, sample, kind, index) if self.group_share < 1 else 0.0
         if self.group_share:
-            of_prompt = draws.normal(seed, draw, 0, kind + OF_PROMPT, index)
+            of_prompt = normal(seed, draw, 0, kind + OF_PROMPT, index)
             number = math.sqrt(self.group_share) * of_prompt + math.sqrt(1 - self.group_share) * number
         return self.cut(found.quantile(number))
 
     def part(self, seed: int, draw: int, sample: int, kind: str = ANSWER, index: int = 0) -> int:
         """The index of the part of a mixture from which the answer was drawn; 0 if there is no mixture."""
         found = self.at(draw)
-        return found.part(draws.uniform(seed, draw, sample, kind + OF_PART, index)) if isinstance(found, Mixture) else 0
+        return found.part(uniform(seed, draw, sample, kind + OF_PART, index)) if isinstance(found, Mixture) else 0
 
     def at(self, draw: int) -> Distribution:
         """The distribution of a draw, before lengths are cut."""

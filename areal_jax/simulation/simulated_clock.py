@@ -118,7 +118,7 @@ class SimulatedClock(VirtualClock):
         self._joins = not self._host and not contention.shares
         self._plans: dict[Interval, _Plan] = {}
         self._jumps: dict[str, Interval] = {}  # under way, by lane
-        engines = sorted(filter(is_engine_lane, lanes), key=_lane_key)
+        engines = sorted(filter(is_engine_lane, lanes), key=lambda lane: (len(lane), lane))
         self._by_wake = {wake(lane): lane for wake in (wake_name, pinned_wake_name) for lane in engines}
         self._ranks = {lane: 1 + index for index, lane in enumerate(engines)}
         self._released: tuple[int, int] = (-1, -1)  # the last key that was released
@@ -247,7 +247,3 @@ def _is_outdated(plans: Mapping[Interval, _Plan], when: int, order: int, entry: 
 def _find_jump(interval: Interval) -> Jump | None:
     result = interval.result
     return result[1] if isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Jump) else None
-
-
-def _lane_key(lane: str) -> tuple[int, str]:
-    return len(lane), lane

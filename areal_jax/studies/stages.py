@@ -17,9 +17,17 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.sweep.arms import TRAINER, Arm, ArmState, make_arms, note_sweep, read_state, require_same_sweep
+from areal_jax.app.sweep.arms import (
+    TRAINER,
+    Arm,
+    ArmState,
+    Runner,
+    make_arms,
+    note_sweep,
+    read_state,
+    require_same_sweep,
+)
 from areal_jax.app.sweep.endpoints import read_record
-from areal_jax.app.sweep.runner import Runner
 from areal_jax.app.workdir.run_list import LOG, read_end
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.report.report import FILE as REPORT
@@ -137,12 +145,7 @@ class Stage:
 
 
 class StageMaker:
-    """Makes the stages of a plan.
-
-    Args:
-      command: of the study; all arms get the fields that it sets.
-      workdir: of the study.
-    """
+    """Makes the stages of a plan; all arms get the fields that `command` sets."""
 
     def __init__(self, command: CommandLine, plan: Plan, workdir: pathlib.Path):
         self._command, self._plan, self._workdir = command, plan, workdir
@@ -342,11 +345,7 @@ _PURPOSE = "which returns {'full': arms, 'quick': arms}, arms as {'ROW.COLUMN.TA
 
 
 class ProgramSweep:
-    """A sweep in its directory.
-
-    Args:
-      form: 'full' or 'quick'.
-      jobs: programs at a time.
+    """A sweep in its directory, in the form 'full' or 'quick'; `jobs` are programs at a time.
 
     Raises UserError for an arm that cannot run, or that no program can train, and for a directory that does not belong
     to this sweep.

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.sweep.arms import Arm, read_state
-from areal_jax.app.sweep.runner import Job, Runner
+from areal_jax.app.sweep.arms import Arm, Job, Runner, read_state
 from areal_jax.config import flatten
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
@@ -54,13 +53,9 @@ def read_plan(command: CommandLine, form: str) -> Plan:
 
 
 class Study:
-    """A study in its directory.
+    """A study in its directory; an unfinished study of the same plan continues.
 
-    Args:
-      command: with the config file, which has get_config() and get_study().
-      form: one of FORMS.
-      workdir: of the study; an unfinished study of the same plan continues.
-      jobs: programs and runs at a time; None = as in the plan.
+    `form` is one of FORMS, `jobs` are programs and runs at a time, as the plan says if it is None.
 
     Raises UserError for a plan with an arm that cannot run, and for a directory that does not belong to this study.
     """

@@ -20,11 +20,11 @@ from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import ArmResult, train_arms
-from areal_jax.studies.score import make_scorer
+from areal_jax.studies.score_runs import make_scorer
 from areal_jax.studies.stages import read_list
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE as METRICS
-from areal_jax.telemetry.metrics import Line, number
+from areal_jax.telemetry.metrics import number
 
 
 def train(path: pathlib.Path) -> int:
@@ -45,7 +45,7 @@ def train(path: pathlib.Path) -> int:
 
 def make_report(result: ArmResult, score: float) -> files.JsonObject:
     """Makes the fields of a run's report that a study reads, and adds the score."""
-    series = lambda name: [_number(line, name) for line in result.lines]
+    series = lambda name: [number(line, name) or 0.0 for line in result.lines]  # 0: the update trained no token
     trained, ages = series(names.TOKENS_TRAINED), series(names.TOKEN_AGE_MEAN)
     tokens = sum(trained)
     steps = {name: sum(series(f'update/{name}')) for name in ('optimizer_steps', 'skipped_steps')}
@@ -63,11 +63,6 @@ def make_report(result: ArmResult, score: float) -> files.JsonObject:
         'weights_sha256': result.weights_sha256,
         'initial_weights_sha256': weights_sha256(initial),
     }
-
-
-def _number(line: Line, name: str) -> float:
-    """The metric; 0 for an update that lacks it because it trained no token."""
-    return number(line, name) or 0.0
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """Metrics of each update, appended to WORKDIR/metrics.jsonl and to TensorBoard, and read back for a report.
 
-Written by app/run/observer.py and app/run/supervised.py, read by report/ and app/run/reports.py.
+Written by app/run/observer.py and app/run/own_site.py, read by report/ and app/run/reports.py.
 """
 
 from __future__ import annotations

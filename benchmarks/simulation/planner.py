@@ -30,9 +30,8 @@ from typing import Any
 
 from areal_jax.app.simulate.planning import MOST_SIMULATIONS, WINDOW, simulate_plan
 from areal_jax.config.fields import ConfigError
-from areal_jax.simulation.planner.advice import find_interval
+from areal_jax.simulation.planner.advice import describe_lengths, find_interval, make_setting
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, Search, Setting, choose_start, list_plans, worth
-from areal_jax.simulation.planner.question import describe_lengths, make_setting
 from areal_jax.simulation.prices import find_chip, find_shape
 
 ANSWERS = 64

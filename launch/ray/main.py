@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from areal_jax.app.command_line import parse_command
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, answer
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import build_python_path, describe_install
@@ -119,16 +119,12 @@ COMMAND = Command(
         '[FLAGS] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define,
-    examples=(
-        Example(
-            'bundles and commands of a run on CPUs; nothing is started, and Ray is not needed',
-            f'python -m launch.ray {ROLES_OF_TINY} --workdir=runs/roles --accelerator=cpu --dry_run',
-        ),
-        Example(
-            'the run, on the cluster of this node',
-            f'python -m launch.ray {ROLES_OF_TINY} --workdir=runs/roles --accelerator=cpu --local_nodes',
-        ),
-    ),
+    examples=f"""
+    # bundles and commands of a run on CPUs; nothing is started, and Ray is not needed
+    python -m launch.ray {ROLES_OF_TINY} --workdir=runs/roles --accelerator=cpu --dry_run
+    # the run, on the cluster of this node
+    python -m launch.ray {ROLES_OF_TINY} --workdir=runs/roles --accelerator=cpu --local_nodes
+    """,
     fields=FIELDS_OF_ROLES,
     exits=EXITS_OF_TRAINING,
     notes='Start it on a node that stays: all roles end with it.',

@@ -11,7 +11,7 @@ import pytest
 from areal_jax.app.command_line import CommandLineError, load_config
 from areal_jax.app.library import build_run
 from areal_jax.config import TrackedConfig, validate
-from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.loss import find_objective_warnings
 from areal_jax.config.objectives import OBJECTIVES, build_choices, find_objective
 from areal_jax.learning.objective.advantages import shape_rewards
 from areal_jax.telemetry import names

@@ -16,11 +16,11 @@ from areal_jax.app.command_line import parse_command, parse_flags
 from areal_jax.app.evaluate.evaluation_config import adapt_config
 from areal_jax.commands.command import (
     Command,
-    Example,
     Parser,
     answer,
     describe_version,
     find_commands,
+    list_examples,
     list_flags,
     list_words,
     render_help,
@@ -44,8 +44,8 @@ def test_every_script_has_a_declaration():
 def test_the_form_of_a_command(command):
     assert re.fullmatch(r'[A-Z][^\n]*\.', command.purpose)
     assert '. ' not in command.purpose, 'a purpose is one sentence'
-    assert len(command.examples) >= 2
-    assert all(example.purpose and command.program in example.line for example in command.examples)
+    assert len(list_examples(command)) >= 2
+    assert all(purpose and command.program in line for purpose, line in list_examples(command))
     assert {ExitCode.FINISHED, ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.STOPPED} <= set(command.exits)
     flags = list_flags(command)
     assert flags
@@ -76,24 +76,24 @@ def test_the_help_has_every_part_and_keeps_the_width(command, width):
         assert all(f'{name}={FIELDS[name].default or ""}' in shown or f'{name}=' in shown for name in command.fields)
 
 
-def words_of(example: Example, command: Command) -> list[str]:
-    words = [word for word in shlex.split(example.line) if not re.match(r'[A-Z_]+=', word)]
+def words_of(line: str, command: Command) -> list[str]:
+    words = [word for word in shlex.split(line) if not re.match(r'[A-Z_]+=', word)]
     own = shlex.split(command.program)
     assert words[: len(own)] == own
     return words[len(own) :]
 
 
 @pytest.mark.parametrize(
-    ('command', 'example'),
-    [(command, example) for command in COMMANDS.values() for example in command.examples],
-    ids=[example.line for command in COMMANDS.values() for example in command.examples],
+    ('command', 'line'),
+    [(command, line) for command in COMMANDS.values() for _, line in list_examples(command)],
+    ids=[line for command in COMMANDS.values() for _, line in list_examples(command)],
 )
-def test_an_example_parses(command, example, monkeypatch):
+def test_an_example_parses(command, line, monkeypatch):
     monkeypatch.chdir(ROOT)
     if 'completion' in command.program:
-        assert re.search(r'python -m areal_jax completion (bash|zsh|fish)\b', example.line)
+        assert re.search(r'python -m areal_jax completion (bash|zsh|fish)\b', line)
         return
-    parser, words = command.flags(), words_of(example, command)
+    parser, words = command.flags(), words_of(line, command)
     if isinstance(parser, argparse.ArgumentParser):
         parser.parse_args(words)
         return

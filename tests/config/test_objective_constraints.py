@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.objective_constraints import (
+from areal_jax.config.loss import (
     find_group_problems,
     find_objective_problems,
     find_objective_warnings,

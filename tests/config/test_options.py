@@ -5,10 +5,9 @@ import json
 import pytest
 from absl import flags
 
-from areal_jax.app.command_line import parse_command
+from areal_jax.app.command_line import parse_command, parse_option
 from areal_jax.config import TrackedConfig, default_config, flatten, validate
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.options import parse_option
 from areal_jax.errors import UserError
 
 FILE = """from areal_jax.config import default_config

@@ -9,7 +9,7 @@ from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.controls import shuffled_advantages
-from areal_jax.studies.score import make_scorer, share_right
+from areal_jax.studies.score_runs import make_scorer, share_right
 from tests.app.small import small_config
 
 

@@ -19,7 +19,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import find_sandbox_warnings
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_server
-from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.loss import find_objective_warnings
 from areal_jax.config.training import find_schedule_warnings
 from areal_jax.learning.programs import AHEAD
 from areal_jax.protocols import Learner

@@ -269,9 +269,7 @@ def build_energy(
 ) -> EnergyAccount | None:
     """Builds the energy account; None if telemetry.energy is 'off'.
 
-    Args:
-      list_used: returns the devices of the run; None if learner or engines are in other processes.
-      powercap: in place of POWERCAP.
+    `list_used` returns the devices of the run, None if learner or engines are in other processes.
     """
     if config.telemetry.energy == 'off':
         return None

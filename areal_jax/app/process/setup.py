@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.util
 import logging
 import os
 import pathlib
-import platform
 import socket
 import sys
 import time
@@ -72,6 +70,9 @@ def return_freed_memory() -> bool:
     block is freed. Weights, gradients and checkpoint copies of a few MB are then allocated on heaps that never shrink.
     A fixed threshold of 1 MB returns them to the system. Measured on SmolLM2-135M: peak memory 8.6 -> 6.8 GB.
     """
+    import ctypes  # here, as the next one: --help and a refused command line need neither
+    import platform
+
     if platform.libc_ver()[0] != 'glibc':
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -207,9 +208,6 @@ def find_key(workdir: pathlib.Path | None = None) -> str:
     """Returns the value of the variable; without one, the key of the run, which its first process creates.
 
     Returns '' if there is neither. Raises KeyFileError for a file that others could read.
-
-    Args:
-      workdir: of the run; None = no run.
     """
     if given := os.environ.get(API_KEY, ''):
         return given

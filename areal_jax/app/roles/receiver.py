@@ -56,11 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Serving:
-    """Serves requests, each on its own thread, while the block runs, at the address `url`.
-
-    Args:
-      api_key: requests for versions must send it.
-    """
+    """Serves requests at `url`, each on its own thread, while the block runs; versions need `api_key`."""
 
     def __init__(self, receiver: HfReceiver, host: str, port: int, api_key: str):
         handler = type('Handler', (_Handler,), {'receiver': receiver, 'api_key': api_key})

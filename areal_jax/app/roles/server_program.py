@@ -40,11 +40,7 @@ _END_S = 5.0  # after SIGTERM
 
 
 class ReceiverProcess:
-    """A context manager: the process runs in the block and serves at `url`.
-
-    Args:
-      values: the flags of server_program.py.
-    """
+    """A context manager: the process runs in the block and serves at `url`."""
 
     def __init__(self, values: flags.FlagValues):
         port = find_free_port(values.host)

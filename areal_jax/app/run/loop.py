@@ -45,7 +45,7 @@ from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError, decode_run_state, encode_run_state
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import find_sandbox_warnings
-from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.loss import find_objective_warnings
 from areal_jax.config.objectives import describe_method
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock

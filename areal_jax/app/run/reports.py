@@ -18,8 +18,8 @@ from areal_jax import files
 from areal_jax.app.workdir.records import STARTS, Start, read_starts
 from areal_jax.config import CONFIG, default_config
 from areal_jax.config.agent_fields import find_sandbox_warnings
+from areal_jax.config.loss import find_objective_warnings
 from areal_jax.config.near_names import read_saved
-from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method, find_objective
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS

@@ -32,11 +32,14 @@ from areal_jax.simulation.planner.advice import (
     advise,
     count_devices,
     count_running_groups,
+    describe_lengths,
+    describe_log,
     device_hours,
     find_interval,
     joules_a_token,
     list_trades,
     make_load,
+    require_batch,
 )
 from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
 from areal_jax.simulation.planner.neighbours import (
@@ -51,7 +54,6 @@ from areal_jax.simulation.planner.neighbours import (
     predict,
     refine,
 )
-from areal_jax.simulation.planner.question import describe_lengths, describe_log, require_batch
 from areal_jax.telemetry import names
 from areal_jax.telemetry.energy_meters import Energy
 

@@ -299,11 +299,7 @@ BuildEngine = Callable[[str, Sequence[int], PublishedWeights], LocalEngine]
 
 
 class SimulatedMoves(EngineMoves):
-    """Implements control.reallocation.DeviceSite without devices.
-
-    Args:
-      move_learner: called with the split with which the learner continues.
-    """
+    """Implements control.reallocation.DeviceSite without devices; `move_learner` gets the learner's next split."""
 
     def __init__(self, build_engine: BuildEngine, move_learner: Callable[[DeviceSplit], None], supervisor: Supervisor):
         super().__init__(supervisor)

@@ -102,9 +102,6 @@ def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> N
     """Creates the directory, and writes config.json if a run begins.
 
     Raises ConfigError if an existing run would be overwritten or continued differently.
-
-    Args:
-      values: the config as a plain nested dict.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -322,11 +319,7 @@ _FIX = 'restore the file as the evaluation wrote it, or start anew in another --
 
 
 class EvaluationWorkdir:
-    """Files of an evaluation. Nothing is written until `begin`; `discard` removes the files of a failed start.
-
-    Args:
-      values: the config as a plain nested dict.
-    """
+    """Files of an evaluation. Nothing is written until `begin`; `discard` removes the files of a failed start."""
 
     def __init__(self, path: pathlib.Path, values: Mapping[str, Any], *, resume: bool):
         self.path, self.answers, self.results = path, path / results.FILE, path / RESULTS

@@ -2,7 +2,6 @@
 
     arm.py                a config with a name; the fields in which arms of one program may differ
     setting.py            the settings that all arms share, and the constants of each arm
-    problems.py           the prompts of every update, from the task's stream
     answer_generation.py  answers to the prompts of a batch; frictions: which answers and rewards are disturbed, and how
     arm_update.py         a batch becomes log-probs, rewards, advantages, minibatches and optimizer steps
     arm_training.py       from configs to results: updates in a loop on the device, arms side by side, and their metrics

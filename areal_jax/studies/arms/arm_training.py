@@ -19,6 +19,7 @@ import numpy as np
 from areal_jax import files
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.part_settings import build_schedule
+from areal_jax.app.parts.task_builder import build_task
 from areal_jax.app.parts.workflow_builder import build_frictions
 from areal_jax.config import CONFIG, TrackedConfig
 from areal_jax.config.fields import ConfigError
@@ -28,13 +29,13 @@ from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
 from areal_jax.learning.optimizer import BRAKES, mean_step_metrics
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.decode.decode_rows import Array
-from areal_jax.studies.arms.answer_generation import Answers, draw_faults, generate, take
+from areal_jax.studies.arms.answer_generation import Answers, Faults, draw_faults, generate, take
 from areal_jax.studies.arms.arm import Arm, require_one_program
 from areal_jax.studies.arms.arm_update import Batch, Sums, update
-from areal_jax.studies.arms.problems import Problems, draw_problems
 from areal_jax.studies.arms.setting import Constants, Setting, make_constants, make_setting
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, Value, merge
+from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Tree
 
 _Sums = Mapping[str, float]  # of one update, see arm_update.Sums
@@ -405,3 +406,21 @@ def _with_faults(
 def _stack(trees: Sequence[Tree]) -> Tree:
     """Stacks the arrays of all arms, on the device."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+class Problems(NamedTuple):
+    """Problems of one run, or of all arms with a leading axis. Group b of update u has the draw number u * B + b."""
+
+    prompts: Array  # int32 [U, B, P]
+    truths: Array  # int32 [U, B, A]
+    faults: Faults | None = None  # frictions, if an arm of the program has some
+
+
+def draw_problems(config: TrackedConfig, tokenizer: Tokenizer) -> Problems:
+    """Draws all prompts of a run without dropped groups. Raises TaskError as the task does."""
+    updates, groups = config.run.steps, config.learner.groups_per_update
+    stream = build_task(config, tokenizer).prompts('train', config.run.seed)
+    drawn = [stream.draw() for _ in range(updates * groups)]
+    truths = [tokenizer.encode(prompt.problem['answer']) for prompt in drawn]
+    shaped = lambda rows: np.stack(rows).astype(np.int32).reshape(updates, groups, -1)
+    return Problems(shaped([prompt.tokens for prompt in drawn]), shaped(truths))

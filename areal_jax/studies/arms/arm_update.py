@@ -144,7 +144,10 @@ def update(
     kept = ~constants.filters | (right.max(axis=1) != right.min(axis=1))  # [B]
     minibatches = split_groups(setting, kept)
     policy_version = generating_version(constants, version)
-    scalars = {'version': version, 'scale': _denominator_scale(setting, constants, kept)}
+    scalars = {
+        'version': version,
+        'scale': jnp.where(constants.counts_all, setting.groups / jnp.maximum(kept.sum(), 1), 1.0),
+    }
     passed = _measure_gradients(setting, constants, params, batch) if setting.weighs_gradients else None
     values = advantages(setting, constants, right, passed)
     rows = make_rows(batch, values, policy_version, minibatches)  # leaves [M, E, ...]
@@ -259,11 +262,6 @@ def make_rows(
         'advantages': by_token(jnp.repeat(values[..., None], answer, axis=-1)),
         'policy_versions': jnp.broadcast_to(policy_version, mask.shape),
     }
-
-
-def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) -> jax.Array:
-    """The value of counting.denominator_scale for groups with equally many tokens."""
-    return jnp.where(constants.counts_all, setting.groups / jnp.maximum(kept.sum(), 1), 1.0)
 
 
 def _recompute(setting: Setting, constants: Constants, params: Tree, rows: Rows) -> jax.Array:

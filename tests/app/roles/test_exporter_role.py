@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from areal_jax.app.export import run_export
+from areal_jax.app.export.run_export import EXPORTS, Exporter, serve_exports
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.roles import exporter_role
-from areal_jax.app.roles.exporter_role import EXPORTS, Exporter, serve_exports
 from areal_jax.app.roles.roles import RoleProcess, keep_name
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_directory import load_hf
@@ -89,8 +89,8 @@ def test_an_export_that_fails_is_said_once_and_the_others_go_on(run, capsys, mon
             raise UserError('the disk is full')
         return export(path, out, dtype)
 
-    export = exporter_role.export_checkpoint
-    monkeypatch.setattr(exporter_role, 'export_checkpoint', fail)
+    export = run_export.export_checkpoint
+    monkeypatch.setattr(run_export, 'export_checkpoint', fail)
     exporter = make_exporter(run)
     export_all(exporter)
     export_all(exporter)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from areal_jax.app.roles.jetstream_server import INTERPRETER, describe_front, enter_interpreter, find_python
+from areal_jax.app.roles.own_server import JETSTREAM, describe_jetstream, enter_jetstream, find_jetstream
 from areal_jax.app.roles.server_front import HTTP, find_front
 from areal_jax.config.kinds import JETSTREAM_CLIENT
 from areal_jax.errors import UserError
@@ -18,7 +18,7 @@ def missing(monkeypatch):
     """No JetStream in this interpreter, which is no clone of any environment."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'jetstream' else find_spec(name))
-    monkeypatch.delenv(INTERPRETER.variable, raising=False)
+    monkeypatch.delenv(JETSTREAM.variable, raising=False)
 
 
 @pytest.fixture
@@ -31,42 +31,42 @@ def started(monkeypatch):
 def test_the_interpreter_that_is_named_goes_on_with_the_same_command(missing, started, monkeypatch, tmp_path):
     python = tmp_path / 'python'
     python.touch()
-    monkeypatch.setenv(INTERPRETER.variable, str(python))
+    monkeypatch.setenv(JETSTREAM.variable, str(python))
     monkeypatch.setattr(sys, 'orig_argv', ['python3', '-m', 'areal_jax.main_serve', '--port=0'])
-    enter_interpreter()
+    enter_jetstream()
     assert started == [(str(python), [str(python), '-m', 'areal_jax.main_serve', '--port=0'])]
 
 
 def test_a_clone_has_one_of_its_own(missing, monkeypatch, tmp_path):
     monkeypatch.setattr(descendants, 'find_clone', lambda: tmp_path)
     with pytest.raises(UserError, match=r'jetstream/bin/python is none: make one with `bash launch/jetstream_environ'):
-        find_python()
+        find_jetstream()
     made = tmp_path / '.venv-jetstream/bin/python'
     made.parent.mkdir(parents=True)
     made.touch()
-    assert find_python() == str(made)
+    assert find_jetstream() == str(made)
 
 
 def test_an_installation_has_none(missing, monkeypatch):
     monkeypatch.setattr(descendants, 'find_clone', lambda: None)
     message = r"^rollout.server='jetstream' needs an interpreter that has JetStream: install JetStream into"
     with pytest.raises(UserError, match=message):
-        find_python()
+        find_jetstream()
 
 
 def test_an_interpreter_without_jetstream_is_not_started_again_and_again(missing, started, monkeypatch):
     """Named as its own successor it would go round for ever."""
-    monkeypatch.setenv(INTERPRETER.variable, sys.executable)
+    monkeypatch.setenv(JETSTREAM.variable, sys.executable)
     with pytest.raises(UserError, match=r'has JetStream, and .* is none: '):
-        enter_interpreter()
+        enter_jetstream()
     assert started == []
 
 
 def test_where_jetstream_is_nothing_is_started(started, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: object())
-    enter_interpreter()
+    enter_jetstream()
     assert started == []
-    assert find_python() == sys.executable
+    assert find_jetstream() == sys.executable
 
 
 @pytest.mark.parametrize('server', ['in_process', 'own', 'vllm', 'external'])
@@ -76,6 +76,6 @@ def test_all_other_kinds_are_served_over_http(server):
 
 def test_a_kind_may_bring_a_front_of_its_own():
     front = find_front('jetstream')
-    assert front == describe_front()
+    assert front == describe_jetstream()
     assert front.client is JETSTREAM_CLIENT
     assert front.survives

@@ -17,7 +17,7 @@ from jax._src import monitoring
 from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.library import build_run
 from areal_jax.app.run.loop import Loop
-from areal_jax.app.run.supervised import SftTraining
+from areal_jax.app.run.own_site import SftTraining
 from areal_jax.control.event_writer import EventLog
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
@@ -69,7 +69,7 @@ OF_SESSION = [
     'areal_jax.workers.worker_process.WorkerProcess.wait_until_ready',
 ]
 OF_SFT = [
-    'areal_jax.app.run.supervised.build_demonstrations',
+    'areal_jax.app.run.own_site.build_demonstrations',
     'areal_jax.tasks.demonstrations.Demonstrations.stream',
     'areal_jax.tasks.demonstrations.Demonstrations.held_out_groups',
 ]

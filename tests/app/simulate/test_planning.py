@@ -21,9 +21,8 @@ from areal_jax.app.simulate.planning import (
 from areal_jax.config import validate
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
-from areal_jax.simulation.planner.advice import count_devices
+from areal_jax.simulation.planner.advice import count_devices, describe_lengths, make_setting
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, predict
-from areal_jax.simulation.planner.question import describe_lengths, make_setting
 from areal_jax.simulation.prices import H800, QWEN3_0_6B, R1_DISTILL_7B, R1_DISTILL_32B
 
 WORDS = ['--cluster=4 x H800', '--model=Qwen3-0.6B', '--lengths=lognormal(60, 0.5)', '--answers=16', '--group_size=4']

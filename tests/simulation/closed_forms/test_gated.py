@@ -7,10 +7,8 @@ import pytest
 
 from areal_jax.simulation.closed_forms import (
     group_age,
-    mean_floor,
     mean_token_age,
     period_s,
-    saturating_eta,
     update_ends_s,
 )
 
@@ -23,7 +21,6 @@ def test_the_period_falls_with_eta_to_that_of_the_learner():
 def test_the_plan_of_16_devices():
     """G = 60 s, T = 25 s: 85, 42.5, 28.3, 25 s for eta 0 to 3, where it is saturated."""
     assert [period_s(60, 25, 0, eta) for eta in range(4)] == pytest.approx([85, 42.5, 28.33, 25], abs=0.01)
-    assert saturating_eta(60, 25, 0) == 3
 
 
 def test_full_slots_bound_the_period():
@@ -51,8 +48,3 @@ def test_groups_are_eta_old_after_the_first_batches():
 @pytest.mark.parametrize(('eta', 'ratio', 'age'), [(4, 1, 4), (4, 3, 3), (8, 2, 7.5), (4, 2.5, 3.2), (4, 0.5, 4)])
 def test_tokens_are_younger_than_their_group(eta, ratio, age):
     assert mean_token_age(eta, ratio * 7, 7) == pytest.approx(age)
-
-
-@pytest.mark.parametrize(('low', 'high', 'mean'), [(0, 1, 0), (0.5, 1.5, 0.5), (1, 3, 1.5), (0, 2.5, 0.8)])
-def test_the_mean_of_floor(low, high, mean):
-    assert mean_floor(low, high) == pytest.approx(mean)

@@ -1,14 +1,10 @@
-"""simulation/closed_forms.py: the slowest station, splits and the cost of new weights by hand."""
+"""simulation/closed_forms.py: the slowest station and the cost of new weights by hand."""
 
 import pytest
 
 from areal_jax.simulation.closed_forms import (
     age_of_sawtooth,
-    best_split,
-    best_whole_split,
     idle_shares,
-    shared_period_s,
-    slowest,
     stale_share,
     useful_share_of_interrupted,
     useful_share_of_waiting,
@@ -18,24 +14,7 @@ from areal_jax.simulation.closed_forms import (
 def test_others_are_idle_for_what_the_slowest_takes_longer():
     """2.75 samples a second can be trained and 1.95 generated: the trainer is idle for 29%."""
     seconds = {'trainer': 1 / 2.75, 'generator': 1 / 1.95}
-    assert slowest(seconds) == 'generator'
     assert idle_shares(seconds) == {'trainer': pytest.approx(0.291, abs=5e-4), 'generator': 0}
-
-
-def test_the_best_split_of_16_devices():
-    """300 and 100 device-seconds: 12 generate, 4 train, 25 s."""
-    split = best_split(16, 300, 100)
-    assert (split.generating, split.training, split.period_s) == (12, 4, 25)
-    assert best_whole_split(16, 300, 100) == split
-    assert shared_period_s(16, 300, 100, switch_s=2) == 27
-
-
-def test_a_whole_split_is_next_to_the_best_one():
-    """5 devices, 100 and 130: 2.17 generate at best, 2 in whole devices, which take 50 s."""
-    assert best_split(5, 100, 130).generating == pytest.approx(2.174, abs=1e-3)
-    split = best_whole_split(5, 100, 130)
-    assert (split.generating, split.training, split.period_s) == (2, 3, 50)
-    assert best_whole_split(3, 1, 100).generating == best_whole_split(3, 100, 1).training == 1
 
 
 def test_interruption_costs_the_load_and_the_rebuild():

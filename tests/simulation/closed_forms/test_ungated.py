@@ -1,12 +1,10 @@
-"""simulation/closed_forms.py: the published table, and the exact age in the queue."""
+"""simulation/closed_forms.py: the published table."""
 
 import pytest
 
 from areal_jax.simulation.closed_forms import (
-    fluid_in_queue_staleness,
     in_queue_staleness,
     pre_queue_staleness,
-    relative_period,
     staleness,
     token_age,
 )
@@ -33,21 +31,7 @@ def test_twice_the_slots_double_what_is_before_the_queue_alone():
     assert in_queue_staleness(2, 1.25) == pytest.approx(1.7)
 
 
-def test_a_queue_of_one_batch_is_one_version_old_where_groups_come_faster():
-    """The published formula says 0.94 at rho 1.14; with two batches and rho 2 it says 1.25."""
-    assert fluid_in_queue_staleness(1, 1.14) == 1
-    assert in_queue_staleness(1, 1.14) == pytest.approx(0.94, abs=0.005)
-    assert fluid_in_queue_staleness(2, 2) == 1
-    assert in_queue_staleness(2, 2) == 1.25
-
-
 def test_tokens_are_younger_than_groups_by_their_share_of_the_tail():
     """Equal lengths: half of the time of a group in the engine."""
     assert token_age(100, 50, 1, 0.5, 0.5) == pytest.approx(1 + 0.5)
     assert staleness(100, 50, 1, 0.5, 1.0) == pytest.approx(2 + 0.5)
-
-
-def test_the_period_is_least_where_both_sides_keep_pace():
-    periods = {rho: relative_period(2.0, 1.0, rho) for rho in (0.5, 0.8, 1.0, 1.25, 2.0)}
-    assert min(periods, key=periods.__getitem__) == 1.0
-    assert periods[0.5] == pytest.approx((0.5 + 0.5) / 0.5)

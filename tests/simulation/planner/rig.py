@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from areal_jax.simulation.planner.advice import describe_lengths, make_setting
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, Prediction, Setting
-from areal_jax.simulation.planner.question import describe_lengths, make_setting
 from areal_jax.simulation.prices import H800, R1_DISTILL_1_5B
 
 

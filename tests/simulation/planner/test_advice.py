@@ -16,8 +16,7 @@ from areal_jax.simulation.planner.advice import (
     joules_a_token,
     list_trades,
 )
-from areal_jax.simulation.planner.cluster_load import MEASURED
-from areal_jax.simulation.planner.load_tables import LAYOUTS, Peak
+from areal_jax.simulation.planner.cluster_load import LAYOUTS, MEASURED, Peak
 from areal_jax.simulation.planner.neighbours import Costs, Outcome, Plan, worth
 from areal_jax.simulation.prices import H100
 from tests.simulation.planner.rig import make

@@ -5,8 +5,18 @@ import pathlib
 
 import pytest
 
-from areal_jax.simulation.planner.cluster_load import MEASURED, HostCosts, Load, choose_pieces, read_costs
-from areal_jax.simulation.planner.load_tables import LAYOUTS, Peak, fill, make_tables, number
+from areal_jax.simulation.planner.cluster_load import (
+    LAYOUTS,
+    MEASURED,
+    HostCosts,
+    Load,
+    Peak,
+    choose_pieces,
+    fill,
+    make_tables,
+    number,
+    read_costs,
+)
 
 ROOT = pathlib.Path(__file__).parents[3]
 PAGE = ROOT / 'docs' / 'cluster' / 'plan.md'
@@ -78,7 +88,7 @@ def test_numbers_have_three_digits(value, text):
 
 
 def test_a_table_comes_between_its_marks():
-    page = 'a\n<!-- t: python -m areal_jax.simulation.planner.load_tables -->\nold\n<!-- end -->\nb'
+    page = 'a\n<!-- t: python -m areal_jax.simulation.planner.cluster_load -->\nold\n<!-- end -->\nb'
     once = fill(page, {'t': '| new |'})
     assert '| new |' in once
     assert 'old' not in once
@@ -91,7 +101,7 @@ def test_a_table_comes_between_its_marks():
 
 def test_the_page_has_the_tables():
     filled = fill(PAGE.read_text(), make_tables(MEASURED))
-    assert filled == PAGE.read_text(), 'python -m areal_jax.simulation.planner.load_tables --page=docs/cluster/plan.md'
+    assert filled == PAGE.read_text(), 'python -m areal_jax.simulation.planner.cluster_load --page=docs/cluster/plan.md'
 
 
 def test_pieces_are_as_small_as_the_controller_can_take_in():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from areal_jax.config.fields import ConfigError
-from areal_jax.simulation.planner.question import (
+from areal_jax.simulation.planner.advice import (
     count_slots,
     count_training,
     describe_lengths,
