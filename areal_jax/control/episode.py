@@ -175,9 +175,8 @@ class RunningGroup:
     admitted_s: float
     episodes: list[Episode]
     finished: dict[int, tuple[Trajectory, ...]] = dataclasses.field(default_factory=dict)  # rows by sample
-    failed: dict[int, str] = dataclasses.field(
-        default_factory=dict
-    )  # sample -> label of the verdict, CANCELLED or LOST
+    # sample -> label of the verdict, CANCELLED or LOST
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> RunningGroup:
         """A copy of the group at this instant, unaffected by later changes."""

@@ -65,9 +65,8 @@ class RunFacts:
     planned_steps: int | None  # run.steps
     simulation: str = ''  # what was simulated, in words; '' = a real run
     objective: str = ''  # method and combination, see config.objectives.describe_method
-    ends: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # texts of the tokens that end an answer, by their ids; empty: none, or not known
+    # texts of the tokens that end an answer, by their ids; empty: none, or not known
+    ends: Mapping[str, str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # about the combination in `objective`, and about a missing sandbox
     sandbox: SandboxRecord | None = None  # sandbox in which the scorer runs code; None: the config asks for none
     finished: bool = True
@@ -75,13 +74,11 @@ class RunFacts:
     missing: tuple[str, ...] = ()  # unfinished: what the report lacks, in words
     newest_checkpoint: int | None = None  # unfinished: its update, where --resume continues
     idle_fields: tuple[str, ...] = ()  # set in the config file but not used by the run: 'evaluation.samples=16'
-    own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(
-        default_factory=dict
-    )  # by config field: 'function', 'file', 'sha256' of the user's own functions
+    # by config field: 'function', 'file', 'sha256' of the user's own functions
+    own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     prolonged: tuple[Mapping[str, int], ...] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
-    wall_seconds: float | None = (
-        None  # of the whole run on a wall clock; None = span of the event log, if its clock is real
-    )
+    # of the whole run on a wall clock; None = span of the event log, if its clock is real
+    wall_seconds: float | None = None
     evaluation_before: EvaluationScores | None = None
     evaluation_after: EvaluationScores | None = None
     compilations: int = 0  # XLA programs compiled after warm-up
@@ -94,9 +91,8 @@ class RunFacts:
     git_commit: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)  # cores, platform, ...
-    alone_seconds: Mapping[str, float | None] = dataclasses.field(
-        default_factory=dict
-    )  # 'generate', 'train': an update
+    # 'generate', 'train': an update
+    alone_seconds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     cpu_seconds: float | None = None  # of the process tree, in the window; None if several processes made the run
     cores: int = 1
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
@@ -105,9 +101,8 @@ class RunFacts:
     energy: EnergyFacts | None = None  # None: telemetry.energy='off'
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
-    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(
-        default_factory=dict
-    )  # ids by user: 'learner': [0], 'engines': {'engine/0': [0]}
+    # ids by user: 'learner': [0], 'engines': {'engine/0': [0]}
+    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Writes WORKDIR/facts.json atomically."""
