@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -146,6 +147,29 @@ def test_a_missing_key_of_a_part_is_named():
     record = encode_run_state(_state())
     del record['running'][0]['episodes'][0]['rows'][0]['segments'][0]['behavior_logprobs']
     with pytest.raises(RunStateError, match="segment has no 'behavior_logprobs'"):
+        decode_run_state(record)
+
+
+@pytest.mark.parametrize(
+    ('part', 'key', 'value', 'kind'),
+    [
+        ('trajectory', 'reward', 'x', 'float'),
+        ('episode', 'engine', 3, 'str'),
+        ('row', 'prompt_tokens', ['x'], 'list of int or null'),
+        ('prompt', 'problem', [], 'Mapping'),
+    ],
+)
+def test_a_wrong_type_in_a_part_is_named(part, key, value, kind):
+    record = encode_run_state(_state())
+    running = record['running'][0]
+    parts = {
+        'trajectory': running['trajectories'][0],
+        'episode': running['episodes'][0],
+        'row': running['episodes'][0]['rows'][0],
+        'prompt': running['prompt'],
+    }
+    parts[part][key] = value
+    with pytest.raises(RunStateError, match=re.escape(f'{part} {key!r} is {value!r}, not of type {kind}')):
         decode_run_state(record)
 
 
