@@ -69,7 +69,8 @@ def encode_run_state(state: Mapping[str, object]) -> JsonObject:
         'running': [encode_running(group) for group in _take(state, 'running', list, 'run state')],
         'order': [list(entry) for entry in _take(state, 'order', list, 'run state')],
     }
-    _validate(record)
+    for key in _types_of(HostState).keys() - _ADDED:
+        _take(record, key, object, 'run state')
     for key, value in record.items():
         _require_json(value, f'run state {key!r}')
     return record
@@ -77,16 +78,6 @@ def encode_run_state(state: Mapping[str, object]) -> JsonObject:
 
 def decode_run_state(record: Mapping[str, Any]) -> JsonObject:
     """Inverts `encode_run_state`; raises RunStateError that names a missing or malformed key."""
-    _validate(record)
-    state = {key: value for key, value in record.items() if key != 'format'}
-    state['buffer'] = [decode_group(group) for group in record['buffer']]
-    state['running'] = [decode_running(group) for group in record['running']]
-    state['order'] = [tuple(entry) for entry in record['order']]
-    return state
-
-
-def _validate(record: Mapping[str, object]) -> None:
-    """Raises RunStateError for a key that is missing or has the wrong type, or for another format."""
     found = _take(record, 'format', int, 'run state')
     if found != FORMAT:
         raise RunStateError(
@@ -95,6 +86,11 @@ def _validate(record: Mapping[str, object]) -> None:
     for key, kind in _types_of(HostState).items():
         if key in record or key not in _ADDED:
             _take(record, key, list if key in _ENCODED else kind, 'run state')
+    state = {key: value for key, value in record.items() if key != 'format'}
+    state['buffer'] = [decode_group(group) for group in record['buffer']]
+    state['running'] = [decode_running(group) for group in record['running']]
+    state['order'] = [tuple(entry) for entry in record['order']]
+    return state
 
 
 def encode_group(group: TrajectoryGroup) -> JsonObject:

@@ -93,8 +93,8 @@ def check_of(event: Mapping[str, object]) -> int:
 
 
 def check_types(event: Mapping[str, object]) -> None:
-    """A listener for tests: raises TypeError for an event whose fields do not have the schema's types."""
-    if fault := schema.find_fault(event):
+    """A listener for tests: raises TypeError for an event whose fields do not have the schema's types in the log."""
+    if fault := schema.find_fault(json.loads(_LINE.encode(event))):
         raise TypeError(f'event {event.get("kind")!r} {fault}')
 
 
