@@ -61,6 +61,7 @@ setup(
         'absl-py>=2.0',
         'tokenizers>=0.21',
         'jinja2>=3.1',
+        'msgspec>=0.19',  # checks of JSON by declared types
         'psutil>=6.0',
         'rich>=13',  # the bar on a terminal
     ],

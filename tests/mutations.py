@@ -1091,8 +1091,8 @@ MUTATIONS = [
     Mutation(
         'log a text of any length',
         'areal_jax.control.event_writer:EventLog.write',
-        'cut_text(text, TEXT_CHARACTERS)',
-        'text',
+        'cut_text(value, TEXT_CHARACTERS)',
+        'value',
         'tests/control/test_event_writer.py -k text',
     ),
     Mutation(
@@ -2737,7 +2737,7 @@ MUTATIONS = [
     Mutation(
         'take facts of other types',
         'areal_jax.telemetry.facts:read_facts',
-        'if not check_of(hints[name])(value)',
+        'if not fits(value, hints[name])',
         'if False',
         'tests/app/workdir/test_edited_states.py',
     ),

@@ -6,6 +6,7 @@ shards.py writes the arrays.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -13,10 +14,12 @@ import pathlib
 import re
 import shutil
 import sys
+import typing
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from areal_jax.checkpoint.shards import (
@@ -34,33 +37,20 @@ from areal_jax.checkpoint.shards import (
     write_shards,
 )
 from areal_jax.columns import declared, find
+from areal_jax.control.controller import HostState
 from areal_jax.control.episode import Call, Episode, Row, RunningGroup
 from areal_jax.errors import LostPeerError, UserError
+from areal_jax.events.records import name_type
 from areal_jax.files import JsonObject, free_bytes, partial_name, remove_directory, sync
 from areal_jax.sharding.host_shards import HostShards
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 FORMAT = 10
-_NUMBER = (int, float)
 
-# required keys of a run state in addition to 'format'; further keys are carried unchanged
-SCHEMA: Mapping[str, type | tuple[type, ...]] = {
-    'version': int,  # updates trained
-    'clock_s': _NUMBER,
-    'next_seq': int,  # of the event log
-    'next_run': int,  # number of the next run on a lane
-    'stream': dict,  # position in the stream of prompts
-    'gate': dict,  # counters of admission
-    'buffer': list,  # finished groups
-    'running': list,  # admitted groups: finished trajectories, partial segments
-    'order': list,  # (engine, draw, sample) of open requests, as engines serve them
-    'dropped': dict,  # counts by reason
-    'admission': dict,  # seconds in which it was closed since the last update, by bound
-    'observer': dict,  # state from before the save for the metrics of the next update
-    'pool': dict,  # observations of engines and decisions on them
-    'reallocation': (dict, type(None)),  # state of Reallocation; None: the split of the devices is fixed
-    'generated_update': (int, type(None)),  # lock-step schedules: update whose batch the engines generate
-}
+# keys of HostState that the record holds in another form, and keys that states of earlier versions lack
+_ENCODED, _ADDED = frozenset(('buffer', 'running')), frozenset(('filter',))
+_types_of = functools.cache(typing.get_type_hints)
+_Part = typing.TypeVar('_Part')
 
 
 class RunStateError(UserError, ValueError):
@@ -79,7 +69,8 @@ def encode_run_state(state: Mapping[str, object]) -> JsonObject:
         'running': [encode_running(group) for group in _take(state, 'running', list, 'run state')],
         'order': [list(entry) for entry in _take(state, 'order', list, 'run state')],
     }
-    validate_run_state(record)
+    for key in _types_of(HostState).keys() - _ADDED:
+        _take(record, key, object, 'run state')
     for key, value in record.items():
         _require_json(value, f'run state {key!r}')
     return record
@@ -87,32 +78,28 @@ def encode_run_state(state: Mapping[str, object]) -> JsonObject:
 
 def decode_run_state(record: Mapping[str, Any]) -> JsonObject:
     """Inverts `encode_run_state`; raises RunStateError that names a missing or malformed key."""
-    validate_run_state(record)
-    state = {key: value for key, value in record.items() if key != 'format'}
-    state['buffer'] = [decode_group(group) for group in record['buffer']]
-    state['running'] = [decode_running(group) for group in record['running']]
-    state['order'] = [(engine, draw, sample) for engine, draw, sample in record['order']]
-    return state
-
-
-def validate_run_state(record: Mapping[str, object]) -> None:
-    """Raises RunStateError for a key that is missing or has the wrong type, or for another format."""
     found = _take(record, 'format', int, 'run state')
     if found != FORMAT:
         raise RunStateError(
             f'run state has format {found}, this version reads {FORMAT}: resume with the one that saved'
         )
-    for key, kind in SCHEMA.items():
-        _take(record, key, kind, 'run state')
+    for key, kind in _types_of(HostState).items():
+        if key in record or key not in _ADDED:
+            _take(record, key, list if key in _ENCODED else kind, 'run state')
+    state = {key: value for key, value in record.items() if key != 'format'}
+    state['buffer'] = [decode_group(group) for group in record['buffer']]
+    state['running'] = [decode_running(group) for group in record['running']]
+    state['order'] = [tuple(entry) for entry in record['order']]
+    return state
 
 
 def encode_group(group: TrajectoryGroup) -> JsonObject:
-    return {'draw': int(group.draw), 'trajectories': [encode_trajectory(t) for t in group.trajectories]}
+    return _encode(group, trajectories=[encode_trajectory(t) for t in group.trajectories])
 
 
 def decode_group(record: Mapping[str, object]) -> TrajectoryGroup:
     trajectories = _take(record, 'trajectories', list, 'group')
-    return TrajectoryGroup(_take(record, 'draw', int, 'group'), tuple(decode_trajectory(t) for t in trajectories))
+    return _decode(TrajectoryGroup, record, 'group', trajectories=tuple(map(decode_trajectory, trajectories)))
 
 
 def encode_running(group: RunningGroup) -> JsonObject:
@@ -126,53 +113,35 @@ def encode_running(group: RunningGroup) -> JsonObject:
 
 
 def decode_running(record: Mapping[str, object]) -> RunningGroup:
-    trajectories = [decode_trajectory(t) for t in _take(record, 'trajectories', list, 'running group')]
-    return RunningGroup(
-        prompt=decode_prompt(_take(record, 'prompt', dict, 'running group')),
-        admitted_s=float(_take(record, 'admitted_s', _NUMBER, 'running group')),
-        episodes=[_decode_episode(episode) for episode in _take(record, 'episodes', list, 'running group')],
-        finished={rows[0].sample: rows for rows in TrajectoryGroup(0, tuple(trajectories)).episodes},
-        failed=dict(_take(record, 'failed', list, 'running group')),
+    where = 'running group'
+    rows = tuple(map(decode_trajectory, _take(record, 'trajectories', list, where)))
+    return _decode(
+        RunningGroup,
+        record,
+        where,
+        prompt=decode_prompt(_take(record, 'prompt', dict, where)),
+        episodes=[_decode_episode(episode) for episode in _take(record, 'episodes', list, where)],
+        finished={rows[0].sample: rows for rows in TrajectoryGroup(0, rows).episodes},
+        failed=dict(_take(record, 'failed', list[tuple[int, str]], where)),
     )
 
 
 def encode_trajectory(trajectory: Trajectory) -> JsonObject:
-    return {
-        'prompt': encode_prompt(trajectory.prompt),
-        'sample': int(trajectory.sample),
-        'segments': [encode_segment(segment) for segment in trajectory.segments],
-        'reward': float(trajectory.reward),
-        'finish_reason': trajectory.finish_reason,
-        'engine': trajectory.engine,
-        'admitted_s': float(trajectory.admitted_s),
-        'finished_s': float(trajectory.finished_s),
-        'consumed_s': float(trajectory.consumed_s),
-        'label': trajectory.label,
-        'row': int(trajectory.row),
-    }
+    segments = [encode_segment(segment) for segment in trajectory.segments]
+    return _encode(trajectory, prompt=encode_prompt(trajectory.prompt), segments=segments)
 
 
 def decode_trajectory(record: Mapping[str, object]) -> Trajectory:
-    times = {
-        key: float(_take(record, key, _NUMBER, 'trajectory')) for key in ('admitted_s', 'finished_s', 'consumed_s')
-    }
-    return Trajectory(
-        prompt=decode_prompt(_take(record, 'prompt', dict, 'trajectory')),
-        sample=_take(record, 'sample', int, 'trajectory'),
-        segments=tuple(decode_segment(segment) for segment in _take(record, 'segments', list, 'trajectory')),
-        reward=float(_take(record, 'reward', _NUMBER, 'trajectory')),
-        finish_reason=_take(record, 'finish_reason', str, 'trajectory'),
-        engine=_take(record, 'engine', str, 'trajectory'),
-        label=_take(record, 'label', str, 'trajectory'),
-        row=_take(record, 'row', int, 'trajectory'),
-        **times,
-    )
+    where = 'trajectory'
+    prompt = decode_prompt(_take(record, 'prompt', dict, where))
+    segments = tuple(map(decode_segment, _take(record, 'segments', list, where)))
+    return _decode(Trajectory, record, where, prompt=prompt, segments=segments)
 
 
 def encode_segment(segment: Segment) -> JsonObject:
     own = segment.columns
     return {
-        'tokens': np.asarray(segment.tokens, np.int32).tolist(),
+        'tokens': _list_tokens(segment.tokens),
         'behavior_logprobs': np.asarray(segment.behavior_logprobs, np.float32).tolist(),
         'policy_version': int(segment.policy_version),
         **{c.name: c.write(own[c.name]) if c.name in own else None for c in declared() if c.saved},
@@ -181,13 +150,14 @@ def encode_segment(segment: Segment) -> JsonObject:
 
 
 def decode_segment(record: Mapping[str, object]) -> Segment:
-    tokens = np.array(_take(record, 'tokens', list, 'segment'), np.int32)
+    where = 'segment'
+    tokens = np.array(_take(record, 'tokens', list[int], where), np.int32)
     further = record.keys() - {'tokens', 'behavior_logprobs', 'policy_version', 'context'}
-    context = _take(record, 'context', dict, 'segment')
+    context = _take(record, 'context', dict, where)
     return Segment(
         tokens=tokens,
-        behavior_logprobs=np.array(_take(record, 'behavior_logprobs', list, 'segment'), np.float32),
-        policy_version=_take(record, 'policy_version', int, 'segment'),
+        behavior_logprobs=np.array(_take(record, 'behavior_logprobs', list[float], where), np.float32),
+        policy_version=_take(record, 'policy_version', int, where),
         columns={n: find(n).read(record[n], len(tokens)) for n in sorted(further) if record[n] is not None},
         context={name: find(name).read(values, None) for name, values in context.items()},
     )
@@ -197,77 +167,71 @@ def encode_prompt(prompt: Prompt) -> JsonObject:
     """Encodes a prompt; raises RunStateError if `problem` holds a value that JSON cannot carry unchanged."""
     problem = dict(prompt.problem)
     _require_json(problem, f'problem of draw {prompt.draw} (task {prompt.task!r})')
-    tokens = np.asarray(prompt.tokens, np.int32).tolist()
-    return {'draw': int(prompt.draw), 'tokens': tokens, 'task': prompt.task, 'problem': problem}
+    return _encode(prompt, tokens=_list_tokens(prompt.tokens), problem=problem)
 
 
 def decode_prompt(record: Mapping[str, object]) -> Prompt:
-    return Prompt(
-        draw=_take(record, 'draw', int, 'prompt'),
-        tokens=np.array(_take(record, 'tokens', list, 'prompt'), np.int32),
-        task=_take(record, 'task', str, 'prompt'),
-        problem=_take(record, 'problem', dict, 'prompt'),
-    )
+    tokens = np.array(_take(record, 'tokens', list[int], 'prompt'), np.int32)
+    return _decode(Prompt, record, 'prompt', tokens=tokens)
 
 
 def _encode_episode(episode: Episode) -> JsonObject:
-    return {
-        'sample': int(episode.sample),
-        'finish_reason': episode.finish_reason,
-        'engine': episode.engine,
-        'rows': [_encode_row(row) for row in episode.rows],
-        'calls': [dataclasses.asdict(call) for call in episode.calls],
-        'results': list(episode.results),
-        'label': episode.label,
-        'discarded': sorted([version, tokens] for version, tokens in episode.discarded.items()),
-        'counts': dict(sorted(episode.counts.items())),
-        'outcome': episode.outcome,
-    }
+    return _encode(
+        episode,
+        rows=[_encode_row(row) for row in episode.rows],
+        calls=[dataclasses.asdict(call) for call in episode.calls],
+        discarded=sorted([version, tokens] for version, tokens in episode.discarded.items()),
+        counts=dict(sorted(episode.counts.items())),
+    )
 
 
 def _decode_episode(record: Mapping[str, object]) -> Episode:
-    return Episode(
-        sample=_take(record, 'sample', int, 'episode'),
-        finish_reason=_take(record, 'finish_reason', (str, type(None)), 'episode'),
-        engine=_take(record, 'engine', str, 'episode'),
-        rows=[_decode_row(row) for row in _take(record, 'rows', list, 'episode')],
-        calls=[Call(**call) for call in _take(record, 'calls', list, 'episode')],
-        results=_take(record, 'results', list, 'episode'),
-        label=_take(record, 'label', str, 'episode'),
-        discarded=dict(_take(record, 'discarded', list, 'episode')),
-        counts=_take(record, 'counts', dict, 'episode'),
-        outcome=_take(record, 'outcome', (dict, type(None)), 'episode'),
-    )
+    where = 'episode'
+    rows = [_decode_row(row) for row in _take(record, 'rows', list, where)]
+    calls = [_decode(Call, call, 'call') for call in _take(record, 'calls', list, where)]
+    discarded = dict(_take(record, 'discarded', list[tuple[int, int]], where))
+    return _decode(Episode, record, where, rows=rows, calls=calls, discarded=discarded)
 
 
 def _encode_row(row: Row) -> JsonObject:
-    own = row.prompt_tokens
-    return {
-        'prompt_tokens': None if own is None else np.asarray(own, np.int32).tolist(),
-        'fork': row.fork,
-        'segments': [encode_segment(segment) for segment in row.segments],
-    }
+    own = None if row.prompt_tokens is None else _list_tokens(row.prompt_tokens)
+    return _encode(row, prompt_tokens=own, segments=[encode_segment(segment) for segment in row.segments])
 
 
 def _decode_row(record: Mapping[str, object]) -> Row:
-    own = _take(record, 'prompt_tokens', (list, type(None)), 'row')
-    return Row(
-        prompt_tokens=None if own is None else np.array(own, np.int32),
-        fork=_take(record, 'fork', str, 'row'),
-        segments=[decode_segment(segment) for segment in _take(record, 'segments', list, 'row')],
-    )
+    own = _take(record, 'prompt_tokens', list[int] | None, 'row')
+    tokens = None if own is None else np.array(own, np.int32)
+    segments = [decode_segment(segment) for segment in _take(record, 'segments', list, 'row')]
+    return _decode(Row, record, 'row', prompt_tokens=tokens, segments=segments)
 
 
-def _take(record: Mapping[str, object], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+def _encode(part: Any, **encoded: object) -> JsonObject:
+    """Encodes a dataclass by its fields; `encoded` has the fields that JSON does not hold as they are."""
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    return plain | encoded
+
+
+def _decode(kind: type[_Part], record: Mapping[str, object], where: str, **decoded: object) -> _Part:
+    """Inverts `_encode`."""
+    fields = {name: _take(record, name, hint, where) for name, hint in _types_of(kind).items() if name not in decoded}
+    return kind(**fields, **decoded)
+
+
+def _list_tokens(tokens: np.ndarray) -> list[int]:
+    return np.asarray(tokens, np.int32).tolist()
+
+
+def _take(record: Mapping[str, object], key: str, kind: object, where: str) -> Any:
     """The value of a required key; raises RunStateError if it is missing or not of type `kind`."""
     if key not in record:
         raise RunStateError(
             f'{where} has no {key!r}: it was cut short or saved by another program; keys: {list(record)}'
         )
-    if not isinstance(record[key], kind):
-        names = ' or '.join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise RunStateError(f'{where} {key!r} is {record[key]!r}, not of type {names}')
-    return record[key]
+    try:
+        return msgspec.convert(record[key], kind)
+    except msgspec.ValidationError as error:
+        raise RunStateError(f'{where} {key!r} is {record[key]!r}, not of type {name_type(kind)}') from error
 
 
 def _require_json(value: object, where: str) -> None:

@@ -70,8 +70,10 @@ class Publisher:
         while True:
             update = await self._updates.get()
             published = await self._transfer(update)
-            size = _describe_size(published)
-            self._log.write('publish', version=update.version, manifest=published.manifest_hash, **size)
+            sent: dict[str, object] = {}
+            if (size := published.size) is not None:
+                sent = {'channel': size.channel, 'record': size.record, 'bytes': size.nbytes, 'changed': size.changed}
+            self._log.write('publish', version=update.version, manifest=published.manifest_hash, **sent)
             lowest, pause_s = await self._install(published)
             self._channel.release(lowest, self._pinned())
             self._published(update, pause_s)
@@ -80,14 +82,6 @@ class Publisher:
         copy, update.copy = update.copy, None  # so the last reference ends once the channel has its own copy
         work = Work('publish', 1, {'version': update.version})
         return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(update.version, copy), work)
-
-
-def _describe_size(published: PublishedWeights) -> dict[str, Any]:
-    """The fields of the event on the size; {} if the channel does not tell it."""
-    if (size := published.size) is None:
-        return {}
-    changed = {} if size.changed is None else {'changed': size.changed}
-    return {'channel': size.channel, 'record': size.record, 'bytes': size.nbytes, **changed}
 
 
 # Writes checkpoints, one at a time, on the lane `disk` while the loop continues.
@@ -251,8 +245,13 @@ class Controller:
         prompt, demand = self._stream.draw(), self._admission.demand
         self._log.write('draw', draw=prompt.draw)
         self._gate.admit()
-        by_need = {'open': demand.open_answers(), 'wanted': demand.wanted_answers()}
-        self._log.write('admit', None, draw=prompt.draw, **(by_need if self._admission.is_by_need else {}))
+        by_need = self._admission.is_by_need
+        self._log.write(
+            'admit',
+            draw=prompt.draw,
+            open=demand.open_answers() if by_need else None,
+            wanted=demand.wanted_answers() if by_need else None,
+        )
         self._groups.start(prompt, self._settings.group_size)
 
     def _finish_group(self, group: RunningGroup) -> None:

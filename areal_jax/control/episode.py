@@ -145,31 +145,26 @@ class Episode:
         return [segment for row in self.rows for segment in row.segments]
 
     def describe_end(self, lost: str) -> dict[str, object]:
-        """Returns the fields of the event `finish`, without the draw and without empty fields.
+        """Returns the fields of the event `finish`, without the draw; None for a field that the event lacks.
 
         Args:
           lost: label of an answer that the verifier does not judge; '' = it is verified, or was cancelled.
         """
         segments, forks = self.all_segments(), [row.fork for row in self.rows[1:]]
         lengths = [len(segment.tokens) for segment in segments]
-        fields: dict[str, object] = {
+        return {
             'sample': self.sample,
             'tokens': sum(lengths),
             'reason': lost or self.label or self.finish_reason or CANCELLED,
             'versions': [segment.policy_version for segment in segments],
             'lengths': lengths,
+            'rows': [len(row.segments) for row in self.rows] if forks else None,
+            'forks': forks or None,
+            'turns': sum(call.reply is not None for call in self.calls) if self.label else None,
+            'discarded': sorted(map(list, self.discarded.items())) or None,
+            'counts': sorted(map(list, self.counts.items())) or None,
+            'routes': digest_routes(segments) or None,
         }
-        if forks:
-            fields |= {'rows': [len(row.segments) for row in self.rows], 'forks': forks}
-        if self.label:
-            fields['turns'] = sum(call.reply is not None for call in self.calls)
-        if self.discarded:
-            fields['discarded'] = sorted(map(list, self.discarded.items()))
-        if self.counts:
-            fields['counts'] = sorted(map(list, self.counts.items()))
-        if routes := digest_routes(segments):
-            fields['routes'] = routes
-        return fields
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,9 +175,8 @@ class RunningGroup:
     admitted_s: float
     episodes: list[Episode]
     finished: dict[int, tuple[Trajectory, ...]] = dataclasses.field(default_factory=dict)  # rows by sample
-    failed: dict[int, str] = dataclasses.field(
-        default_factory=dict
-    )  # sample -> label of the verdict, CANCELLED or LOST
+    # sample -> label of the verdict, CANCELLED or LOST
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> RunningGroup:
         """A copy of the group at this instant, unaffected by later changes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import cast
 
 from areal_jax import files
@@ -17,17 +17,11 @@ from areal_jax.events import schema
 from areal_jax.events.schema import Event
 
 _FIX = 'restore the file as the run wrote it, or start anew in another --workdir'
-_WRITTEN_HERE = schema.HEADER.allowed | {'kind'}
-_REQUIRED = {kind: record.required - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
 TEXT_CHARACTERS = 2000  # of a text: a reason, an address, a name
 # completions, whose fields have a checksum already; replies are bounded on arrival
-_WHOLE = {'run_done', 'deadline', 'signal'}
-_TEXTS = {
-    kind: [field.name for field in record.fields if field.type_name == 'str' and field.name not in _WRITTEN_HERE]
-    for kind, record in schema.KINDS.items()
-    if kind not in _WHOLE
-}
-_ALLOWED = {kind: record.allowed - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
+_WHOLE = frozenset(('run_done', 'deadline', 'signal'))
+_LINE = json.JSONEncoder(separators=(',', ':'))  # json.dumps makes one for every call
+_SORTED = json.JSONEncoder(sort_keys=True)
 
 
 class EventLog:
@@ -61,20 +55,21 @@ class EventLog:
     def write(self, kind: str, lane: str | None = None, **fields: object) -> None:
         """Appends one event; raises ValueError for a kind or a field that the schema lacks, or a missing field.
 
-        Every text is cut to TEXT_CHARACTERS, in a replay too.
+        A field of None is left out. Every text is cut to TEXT_CHARACTERS, in a replay too.
         Types are not checked here, because this runs several times per request; tests check them with `check_types`.
         """
-        names = fields.keys()
-        if names != _REQUIRED.get(kind) and not (kind in _REQUIRED and _REQUIRED[kind] <= names <= _ALLOWED[kind]):
-            raise ValueError(_describe_misuse(kind, names))
-        for name in _TEXTS.get(kind, ()):
-            text = fields.get(name)
-            if isinstance(text, str) and len(text) > TEXT_CHARACTERS:
-                fields[name] = cut_text(text, TEXT_CHARACTERS)
-        event = {'seq': self.next_seq, 'time': self._now(), 'lane': lane, 'kind': kind, **fields}
+        event: dict[str, object] = {'seq': self.next_seq, 'time': self._now(), 'lane': lane, 'kind': kind}
+        for name, value in fields.items():
+            if isinstance(value, str) and len(value) > TEXT_CHARACTERS and kind not in _WHOLE:
+                event[name] = cut_text(value, TEXT_CHARACTERS)
+            elif value is not None:
+                event[name] = value
+        record = schema.KINDS.get(kind)
+        if record is None or not record.required <= event.keys() <= record.allowed:
+            raise ValueError(_describe_misuse(kind, event.keys()))
         self.next_seq += 1
         if self._file:
-            self._file.write(json.dumps(event, separators=(',', ':')))
+            self._file.write(_LINE.encode(event))
         elif self._keeps:
             self.events.append(cast(schema.Event, event))
         for listener in self.listeners:
@@ -94,20 +89,22 @@ class EventLog:
 def check_of(event: Mapping[str, object]) -> int:
     """The checksum of an event over all its fields except `check`."""
     fields = {name: value for name, value in event.items() if name != 'check'}
-    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    return zlib.crc32(_SORTED.encode(fields).encode())
 
 
 def check_types(event: Mapping[str, object]) -> None:
-    """A listener for tests: raises TypeError for an event whose fields do not have the schema's types."""
-    if fault := schema.find_fault(event):
+    """A listener for tests: raises TypeError for an event whose fields do not have the schema's types in the log."""
+    if fault := schema.find_fault(json.loads(_LINE.encode(event))):
         raise TypeError(f'event {event.get("kind")!r} {fault}')
 
 
-def _describe_misuse(kind: str, names: Iterable[str]) -> str:
-    if kind not in _REQUIRED:
-        return f'event kind {kind!r} is not in the schema (areal_jax/events/schema.py); known: {sorted(_REQUIRED)}'
-    missing, unknown = sorted(_REQUIRED[kind] - set(names)), sorted(set(names) - _ALLOWED[kind])
-    return f'event {kind!r}: fields left out: {missing}, not in the schema (areal_jax/events/schema.py): {unknown}'
+def _describe_misuse(kind: str, names: Set[str]) -> str:
+    where = 'the schema (areal_jax/events/schema.py)'
+    if kind not in schema.KINDS:
+        return f'event kind {kind!r} is not in {where}; known: {sorted(schema.KINDS)}'
+    record = schema.KINDS[kind]
+    missing, unknown = sorted(record.required - names), sorted(names - record.allowed)
+    return f'event {kind!r}: fields left out: {missing}, not in {where}: {unknown}'
 
 
 def truncate_events(path: pathlib.Path, next_seq: int) -> None:

@@ -238,7 +238,4 @@ class Disturbances:
         }
 
     def _write(self, draw: int, change: Change) -> None:
-        fields = dataclasses.asdict(change)
-        if change.tokens is None:
-            del fields['tokens']
-        self._log.write('friction', None, draw=draw, **fields)
+        self._log.write('friction', None, draw=draw, **dataclasses.asdict(change))

@@ -194,27 +194,22 @@ class Admission:
         start_group: Callable[[], None],
     ):
         """`start_group` draws a prompt and starts its episodes."""
-        self._clock, self._gate, self._stop_requested, self._start_group = clock, gate, stop_requested, start_group
+        self._clock, self._gate, self._stop_requested, self.start_group = clock, gate, stop_requested, start_group
         self.demand = demand
         self.is_by_need = math.isinf(gate.max_running)
-        self._closed = False  # by a checkpoint or a stop
+        self.is_closed = False  # by a checkpoint or a stop
         self._changed = clock.event('admission (staleness, memory or checkpoint)')
         self._bound: Bound | None = None
         self.held = HeldTimes()
         self.idle = HeldTimes()  # seconds of idle slots
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether a checkpoint or a stop keeps admission closed."""
-        return self._closed
-
     def close(self) -> None:
         """Keeps groups from starting until `open`."""
-        self._closed = True
+        self.is_closed = True
 
     def open(self) -> None:
         """Allows groups again, from the next `note_change` on."""
-        self._closed = False
+        self.is_closed = False
 
     def note_change(self) -> None:
         """Notes an event after which a group may be allowed to start."""
@@ -228,7 +223,7 @@ class Admission:
 
     def closed_by(self) -> Bound | None:
         """The bound that keeps the next group from starting; None if it may start."""
-        if self._closed:
+        if self.is_closed:
             return 'stop' if self._stop_requested.is_set() else 'checkpoint'
         bound = self._gate.closed_by()
         if bound is None and self.is_by_need and self.demand.open_answers() >= self.demand.wanted_answers():
@@ -247,9 +242,6 @@ class Admission:
         self._changed.clear()
         await self._clock.wait(self._changed)
 
-    def start_group(self) -> None:
-        self._start_group()
-
     def _note_idle(self) -> None:
         self.idle.note(self._bound, self._clock.now(), self.demand.idle_slots())
 
@@ -258,4 +250,4 @@ class Admission:
         while True:
             while bound := self.closed_by():
                 await self.wait(bound)
-            self._start_group()
+            self.start_group()

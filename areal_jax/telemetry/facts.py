@@ -11,9 +11,11 @@ import pathlib
 import typing
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from areal_jax import files
 from areal_jax.errors import show
-from areal_jax.events.records import check_of, name_type
+from areal_jax.events.records import fits, name_type
 from areal_jax.labels import CODE
 from areal_jax.telemetry.energy_meters import EnergyFacts
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
@@ -25,6 +27,7 @@ HELD_OUT_SCORES = 'held-out scores'  # an entry of RunFacts.missing on an evalua
 
 _FIX = 'restore the file as the run wrote it, or remove it'
 _WITHOUT = 'remove it: a report can be made without it'
+_Scores = typing.TypeVar('_Scores')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +38,6 @@ class EvaluationScores:
     sampled: tuple[tuple[float, ...], ...]  # scores of the sampled answers
     most_frequent_answer_share: float | None = None  # see most_frequent_share
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)  # answers by label, greedy ones included
-
-
-_ARE_SCORES = check_of(EvaluationScores)
-
-
-class _Row(typing.TypedDict):
-    """The fields of an evaluation during training that are not scores."""
-
-    version: int
-    seconds: float
-
-
-_ARE_ROWS = check_of(list[_Row])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +65,20 @@ class RunFacts:
     planned_steps: int | None  # run.steps
     simulation: str = ''  # what was simulated, in words; '' = a real run
     objective: str = ''  # method and combination, see config.objectives.describe_method
-    ends: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # texts of the tokens that end an answer, by their ids; empty: none, or not known
-    warnings: Sequence[str] = ()  # about the combination in `objective`, and about a missing sandbox
+    # texts of the tokens that end an answer, by their ids; empty: none, or not known
+    ends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()  # about the combination in `objective`, and about a missing sandbox
     sandbox: SandboxRecord | None = None  # sandbox in which the scorer runs code; None: the config asks for none
     finished: bool = True
     running: str | None = None  # unfinished: files.find_holder
-    missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
+    missing: tuple[str, ...] = ()  # unfinished: what the report lacks, in words
     newest_checkpoint: int | None = None  # unfinished: its update, where --resume continues
-    idle_fields: Sequence[str] = ()  # set in the config file but not used by the run: 'evaluation.samples=16'
-    own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(
-        default_factory=dict
-    )  # by config field: 'function', 'file', 'sha256' of the user's own functions
-    prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
-    wall_seconds: float | None = (
-        None  # of the whole run on a wall clock; None = span of the event log, if its clock is real
-    )
+    idle_fields: tuple[str, ...] = ()  # set in the config file but not used by the run: 'evaluation.samples=16'
+    # by config field: 'function', 'file', 'sha256' of the user's own functions
+    own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    prolonged: tuple[Mapping[str, int], ...] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
+    # of the whole run on a wall clock; None = span of the event log, if its clock is real
+    wall_seconds: float | None = None
     evaluation_before: EvaluationScores | None = None
     evaluation_after: EvaluationScores | None = None
     compilations: int = 0  # XLA programs compiled after warm-up
@@ -104,9 +91,8 @@ class RunFacts:
     git_commit: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)  # cores, platform, ...
-    alone_seconds: Mapping[str, float | None] = dataclasses.field(
-        default_factory=dict
-    )  # 'generate', 'train': an update
+    # 'generate', 'train': an update
+    alone_seconds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     cpu_seconds: float | None = None  # of the process tree, in the window; None if several processes made the run
     cores: int = 1
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
@@ -115,9 +101,8 @@ class RunFacts:
     energy: EnergyFacts | None = None  # None: telemetry.energy='off'
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
-    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(
-        default_factory=dict
-    )  # ids by user: 'learner': [0], 'engines': {'engine/0': [0]}
+    # ids by user: 'learner': [0], 'engines': {'engine/0': [0]}
+    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Writes WORKDIR/facts.json atomically."""
@@ -129,16 +114,12 @@ class RunFacts:
     def load(cls, workdir: pathlib.Path | str) -> RunFacts:
         """Reads WORKDIR/facts.json, written when a run finishes; raises FileError for an incomplete or edited file."""
         values = read_facts(workdir, cls)
-        for name in ('evaluation_before', 'evaluation_after'):
-            values[name] = _scores(values.get(name))
-        for name in ('idle_fields', 'prolonged', 'missing', 'warnings'):
-            values[name] = tuple(values.get(name, ()))
         try:
             eta = None if values['eta'] is None else float(values['eta'])
         except ValueError as error:
             fault = f'eta={values["eta"]!r}, which is no number'
             raise files.FileError(f'{pathlib.Path(workdir) / FILE} has {fault}; {_WITHOUT}') from error
-        return cls(**values | {'eta': eta})
+        return msgspec.convert(values | {'eta': eta}, cls)
 
 
 def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
@@ -158,7 +139,7 @@ def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
         'held_out_pairs': Mapping[int, Mapping[str, float | None]],
     }
     for name, value in values.items():
-        if not check_of(hints[name])(value):
+        if not fits(value, hints[name]):
             raise files.FileError(f'{path} has {name}={show(value)}, which is not {name_type(hints[name])}; {fix}')
     return values
 
@@ -187,7 +168,9 @@ def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
     Raises FileError for other content.
     """
     found = files.read_json(path, _FIX) if path.exists() else {}
-    return {phase: _read_scores(path, phase, values) for phase, values in found.items() if phase != DURING}
+    return {
+        phase: _convert(path, phase, values, EvaluationScores) for phase, values in found.items() if phase != DURING
+    }
 
 
 def read_curve(path: pathlib.Path) -> list[VersionScores]:
@@ -196,23 +179,14 @@ def read_curve(path: pathlib.Path) -> list[VersionScores]:
     Raises FileError for other content.
     """
     rows = files.read_json(path, _FIX).get(DURING, []) if path.exists() else []
-    if not _ARE_ROWS(rows):
+    if not fits(rows, list[dict[str, object]]):
         raise files.FileError(f'{path}: {DURING!r} does not hold rows of evaluations; {_FIX}')
-    return [VersionScores(row['version'], row['seconds'], _read_scores(path, DURING, row)) for row in rows]
+    return [_convert(path, DURING, row | {'scores': row}, VersionScores) for row in rows]
 
 
-def _read_scores(path: pathlib.Path, phase: str, values: files.JsonObject) -> EvaluationScores:
-    if not _ARE_SCORES(values):
-        raise files.FileError(f'{path}: {phase!r} does not hold the scores of an evaluation; {_FIX}')
-    scores = _scores(values)
-    assert scores is not None
-    return scores
-
-
-def _scores(values: files.JsonObject | None) -> EvaluationScores | None:
-    if values is None:
-        return None
-    sampled = tuple(tuple(scores) for scores in values['sampled'])
-    return EvaluationScores(
-        tuple(values['greedy']), sampled, values.get('most_frequent_answer_share'), values.get('labels', {})
-    )
+def _convert(path: pathlib.Path, phase: str, values: object, kind: type[_Scores]) -> _Scores:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        fault = f'does not hold the scores of an evaluation ({error})'
+        raise files.FileError(f'{path}: {phase!r} {fault}; {_FIX}') from error

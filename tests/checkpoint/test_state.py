@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from areal_jax import columns
 from areal_jax.checkpoint import store as records
 from areal_jax.checkpoint.store import RunStateError, decode_run_state, encode_run_state
+from areal_jax.control.controller import HostState
 from areal_jax.control.episode import Episode, Row, RunningGroup
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
@@ -133,7 +135,7 @@ def test_routes_and_the_context_of_a_segment_come_back_as_bytes():
         assert (found['routed_experts'].dtype, found['routed_experts'].tolist()) == (np.uint8, expected.tolist())
 
 
-@pytest.mark.parametrize('key', ['format', *records.SCHEMA])
+@pytest.mark.parametrize('key', ['format', *sorted(HostState.__annotations__.keys() - {'filter'})])
 def test_a_missing_key_is_named(key):
     record = encode_run_state(_state())
     del record[key]
@@ -145,6 +147,29 @@ def test_a_missing_key_of_a_part_is_named():
     record = encode_run_state(_state())
     del record['running'][0]['episodes'][0]['rows'][0]['segments'][0]['behavior_logprobs']
     with pytest.raises(RunStateError, match="segment has no 'behavior_logprobs'"):
+        decode_run_state(record)
+
+
+@pytest.mark.parametrize(
+    ('part', 'key', 'value', 'kind'),
+    [
+        ('trajectory', 'reward', 'x', 'float'),
+        ('episode', 'engine', 3, 'str'),
+        ('row', 'prompt_tokens', ['x'], 'list of int or null'),
+        ('prompt', 'problem', [], 'Mapping'),
+    ],
+)
+def test_a_wrong_type_in_a_part_is_named(part, key, value, kind):
+    record = encode_run_state(_state())
+    running = record['running'][0]
+    parts = {
+        'trajectory': running['trajectories'][0],
+        'episode': running['episodes'][0],
+        'row': running['episodes'][0]['rows'][0],
+        'prompt': running['prompt'],
+    }
+    parts[part][key] = value
+    with pytest.raises(RunStateError, match=re.escape(f'{part} {key!r} is {value!r}, not of type {kind}')):
         decode_run_state(record)
 
 
@@ -187,7 +212,8 @@ def _state():
         'running': [running],
         'order': [('engine/0', 7, 1)],
         'dropped': {'over_age': 2},
-        'admission': {'seconds': {'eta': 0.5}, 'bound': 'checkpoint', 'since_s': 12.5},
+        'admission': {'seconds': {'eta': 0.5}, 'bound': 'checkpoint', 'weight': 1, 'since_s': 12.5},
+        'idle_slots': {'seconds': {}, 'bound': None, 'weight': 0, 'since_s': 12.5},
         'observer': {'generated': 7},
         'generated_update': None,
         'pool': {'sparing': None, 'decoded': {'engine/0': [120.0, 0.5]}},

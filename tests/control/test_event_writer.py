@@ -122,6 +122,14 @@ def test_optional_fields_may_be_left_out_one_by_one():
     assert [set(event) & detail.keys() for event in log.events[2:]] == [{name} for name in detail]
 
 
+def test_a_field_of_none_is_left_out():
+    log = EventLog()
+    log.write('admit', draw=1, open=None, wanted=None)
+    assert log.events == [{'seq': 0, 'time': 0.0, 'lane': None, 'kind': 'admit', 'draw': 1}]
+    with pytest.raises(ValueError, match=r"^event 'draw': fields left out: \['draw'\]"):
+        log.write('draw', draw=None)
+
+
 def test_the_listener_for_tests_refuses_a_wrong_type():
     log = EventLog()
     log.listeners.append(check_types)

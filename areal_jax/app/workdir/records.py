@@ -30,7 +30,7 @@ from areal_jax.config.objectives import find_objective, is_policy
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.errors import UserError, show
-from areal_jax.events.records import check_of
+from areal_jax.events.records import fits
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
 from areal_jax.plugins import is_own, load_function, source_file
@@ -140,13 +140,13 @@ class Start(TypedDict):
 
 
 _REQUIRED = frozenset({'seq', 'config', 'environment', 'data'})  # of every version
-_CHECKS = {
-    'seq': check_of(int),
-    'config': check_of(Mapping[str, Mapping[str, Any]]),
-    'environment': check_of(Environment),
-    'data': check_of(Mapping[str, DataFile]),
-    'evaluations': check_of(Mapping[str, Any] | None),
-    'sandbox': check_of(SandboxRecord | None),
+_TYPES = {
+    'seq': int,
+    'config': Mapping[str, Mapping[str, Any]],
+    'environment': Environment,
+    'data': Mapping[str, DataFile],
+    'evaluations': Mapping[str, Any] | None,
+    'sandbox': SandboxRecord | None,
 }
 
 
@@ -187,10 +187,10 @@ def read_starts(content: bytes, name: str) -> list[Start]:
     if not isinstance(starts, list):
         raise files.FileError(f"{name} has no list 'starts'; {_FIX}")
     for number, start in enumerate(starts, start=1):
-        for field, fits in _CHECKS.items():
+        for field, kind in _TYPES.items():
             if not isinstance(start, dict) or (field not in start and field in _REQUIRED):
                 raise files.FileError(f'{name}: start {number} has no {field!r}; {_FIX}')
-            if field in start and not fits(start[field]):
+            if field in start and not fits(start[field], kind):
                 raise files.FileError(
                     f'{name}: start {number} has {field}={show(start[field])}, where a part is missing or of another '
                     f'type; {_FIX}'

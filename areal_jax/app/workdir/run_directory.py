@@ -20,7 +20,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.config.near_names import FORMER, read_saved
 from areal_jax.errors import UserError
 from areal_jax.evaluation import results
-from areal_jax.events.records import check_of
+from areal_jax.events.records import fits
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report import report
 from areal_jax.telemetry import metrics
@@ -63,9 +63,6 @@ class _Count(TypedDict):
 
     applied: int
     skipped: int
-
-
-_ARE_PROLONGATIONS, _IS_COUNT = check_of(list[_Prolongation]), check_of(_Count)
 
 
 def settle_config(
@@ -177,7 +174,7 @@ def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
     """Reads {'at_update', 'from_steps', 'to_steps'} for every time that run.steps was raised."""
     path = workdir / PROLONGATIONS
     found = files.read_json(path, _RESTORE).get('prolongations') if path.exists() else []
-    if not _ARE_PROLONGATIONS(found):
+    if not fits(found, list[_Prolongation]):
         raise files.FileError(f"{path} has no list 'prolongations' of updates and steps; {_RESTORE}")
     return cast(list[dict[str, int]], found)
 
@@ -187,7 +184,7 @@ def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
     made_by_the_run = found.get('steps') == steps and found.get('finished', True)  # main_report reports unfinished runs
-    if made_by_the_run and not _IS_COUNT(found.get('optimizer_steps')):
+    if made_by_the_run and not fits(found.get('optimizer_steps'), _Count):
         raise files.FileError(f"{path} does not tell 'optimizer_steps'; remove it: --resume writes it again")
     return found if made_by_the_run else None
 
