@@ -98,24 +98,17 @@ def mean_of_steps(ends: Sequence[float], values: Sequence[float], until: float) 
     """
     if not values or until <= 0:
         return None
-    area, before = 0.0, 0.0
-    for index, (end, value) in enumerate(zip(ends, values, strict=True)):
-        stop = until if index == len(values) - 1 else min(end, until)
-        area += max(0.0, stop - before) * value
-        before = max(before, stop)
-    return area / until
+    stops = np.minimum([0.0, *ends[:-1], until], until)
+    return float(np.diff(np.maximum.accumulate(stops)) @ np.asarray(values)) / until
 
 
 def mean_of_line(places: Sequence[float], values: Sequence[float], until: float) -> float | None:
     """Mean over [first place, until] of the straight lines through the points; None for fewer than two points."""
     if len(values) < 2 or until <= places[0]:
         return None
-    area = 0.0
-    for (left, low), (right, high) in itertools.pairwise(zip(places, values, strict=True)):
-        stop = min(right, until)
-        if stop > left:
-            area += (stop - left) * (low + (low + (high - low) * (stop - left) / (right - left))) / 2
-    return area / (min(until, places[-1]) - places[0])
+    stops = np.minimum(places, until)
+    heights = np.where(stops < places, np.interp(until, places, values), values)
+    return float(np.trapezoid(heights, stops) / (stops[-1] - stops[0]))
 
 
 def endpoint_values(record: ArmRecord, horizon: Horizon) -> dict[str, float]:
