@@ -56,6 +56,7 @@ setup(
         'orbax-checkpoint>=0.12.8,<0.13',
         'tensorstore>=0.1.80',
         'numpy>=2.0',
+        'scipy>=1.14',  # quantiles of Student's t, the bootstrap of a sweep; jax requires it too
         'safetensors>=0.6',
         'ml-collections>=1.1',
         'absl-py>=2.0',

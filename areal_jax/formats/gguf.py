@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from areal_jax.models.weights import Params
 
 
+_MAGIC = b'GGUF'  # the first bytes of a file
 _SCALARS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', 6: 'f', 7: '?', 10: 'Q', 11: 'q', 12: 'd'}
 _TEXT, _ARRAY = 8, 9  # type numbers of the format's key-value section, as in _SCALARS
 _LENGTH = struct.Struct('<Q')
@@ -41,10 +42,6 @@ class StoredTensor:
     shape: tuple[int, ...]  # first axis first
     kind: int  # number of the type of its stored values
     start: int  # first byte in the file
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +58,8 @@ def read_gguf_header(path: pathlib.Path) -> GgufHeader:
     Raises ValueError or EOFError for a file that is not GGUF of version 2 or 3 or is cut short; OSError.
     """
     with path.open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content[:4] != b'GGUF':
-            raise ValueError('it does not begin with GGUF')
+        if not content[:32].startswith(_MAGIC):
+            raise ValueError(f'it begins with {content[:32]!r}, not with {_MAGIC!r}')
         try:
             return _Reader(content).header()
         except struct.error as error:
@@ -75,7 +72,7 @@ class _Reader:
     """Reads one value after the other; raises struct.error if the content ends."""
 
     def __init__(self, content: mmap.mmap):
-        self._content, self._place = content, 4  # after the magic
+        self._content, self._place = content, len(_MAGIC)
 
     def header(self) -> GgufHeader:
         version, n_tensors, n_fields = self._numbers('<IQQ')
@@ -133,7 +130,6 @@ def _require_new(name: str, found: Mapping[str, object]) -> None:
         raise ValueError(f'it has {name} twice')
 
 
-_MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
 _AT_ONCE = 2**17  # values that are dequantised in one call
 _OPTIONAL_IDS = {
@@ -255,10 +251,10 @@ class _Fields:
     def __init__(self, path: pathlib.Path, fields: Mapping[str, object]):
         self.path, self._fields = path, fields
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self._get(key, default)
-        if type(value) is not int or not 0 < value < _SIZE_END:
-            raise GgufError(f'{self.path}: {key}={value!r} must be an integer of at least 1 and below 2**31')
+        if type(value) is not int or not least <= value < _SIZE_END:
+            raise GgufError(f'{self.path}: {key}={value!r} must be an integer of at least {least} and below 2**31')
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -279,12 +275,6 @@ class _Fields:
             raise GgufError(f'{self.path}: {key} must be a list of {kind.__name__}')
         return values
 
-    def token_id(self, key: str) -> int:
-        value = self._get(key, None)
-        if type(value) is not int or value < 0:
-            raise GgufError(f'{self.path}: {key}={value!r} must be an integer of at least 0')
-        return value
-
     def flag(self, key: str) -> bool:
         value = self._get(key, False)
         if not isinstance(value, bool):
@@ -302,21 +292,11 @@ class _Fields:
         return self._fields[key]
 
 
-def _require_gguf(path: pathlib.Path) -> None:
+def _read_header(path: pathlib.Path) -> GgufHeader:
     if path.is_dir():
         raise GgufError(f'{path} is a directory; set model.path to a GGUF file, or model.source=hf for this directory')
     if not path.is_file():
         raise GgufError(f'there is no file {path}; set model.path to a GGUF file')
-    with path.open('rb') as file:
-        beginning = file.read(32)
-    if not beginning.startswith(_MAGIC):
-        raise GgufError(
-            f'{path} is no GGUF file, or only a part of one: it begins with {beginning!r}, not with {_MAGIC!r}'
-        )
-
-
-def _read_header(path: pathlib.Path) -> GgufHeader:
-    _require_gguf(path)
     try:
         return read_gguf_header(path)
     except (ValueError, EOFError, OSError) as error:
@@ -330,14 +310,7 @@ def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
 
 
 def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """The shape of the model; raises GgufError for numbers that do not fit together."""
-    try:
-        return _read_model_config(fields, shapes)
-    except ConfigError as error:
-        raise GgufError(f'{fields.path}: {error}') from error
-
-
-def _read_model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """The shape of the model; raises GgufError for a file of another kind and numbers that do not fit together."""
     if (architecture := fields.text('general.architecture', '')) != 'llama':
         raise GgufError(f'{fields.path}: general.architecture is {architecture!r}; only llama is supported')
     if len(shapes.get('token_embd.weight', ())) != 2:
@@ -355,19 +328,22 @@ def _read_model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -
             f'{fields.path}: rotary positions over {rotated} of {head_dim} dimensions with scaling {scaling!r}; '
             f'only whole heads without scaling are supported'
         )
-    return ModelConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=heads,
-        n_kv_heads=fields.integer('llama.attention.head_count_kv', heads),
-        head_dim=head_dim,
-        d_ff=fields.integer('llama.feed_forward_length'),
-        rope_theta=fields.number('llama.rope.freq_base', 10000.0),
-        rms_eps=fields.number('llama.attention.layer_norm_rms_epsilon'),
-        tie_embeddings='output.weight' not in shapes,
-        context_tokens=fields.integer('llama.context_length'),
-    )
+    try:
+        return ModelConfig(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            n_layers=n_layers,
+            n_heads=heads,
+            n_kv_heads=fields.integer('llama.attention.head_count_kv', heads),
+            head_dim=head_dim,
+            d_ff=fields.integer('llama.feed_forward_length'),
+            rope_theta=fields.number('llama.rope.freq_base', 10000.0),
+            rms_eps=fields.number('llama.attention.layer_norm_rms_epsilon'),
+            tie_embeddings='output.weight' not in shapes,
+            context_tokens=fields.integer('llama.context_length'),
+        )
+    except ConfigError as error:
+        raise GgufError(f'{fields.path}: {error}') from error
 
 
 def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
@@ -376,10 +352,10 @@ def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
         'merges': fields.listed('tokenizer.ggml.merges', str),
         'token_types': fields.listed('tokenizer.ggml.token_type', int),
         'pre': fields.text('tokenizer.ggml.pre'),
-        'eos_id': fields.token_id('tokenizer.ggml.eos_token_id'),
+        'eos_id': fields.integer('tokenizer.ggml.eos_token_id', least=0),
         'chat_template': fields.text('tokenizer.chat_template', ''),
         'tool_template': fields.text('tokenizer.chat_template.tool_use', ''),  # for conversations with tools
-        **{name: fields.token_id(key) if key in fields else None for name, key in _OPTIONAL_IDS.items()},
+        **{name: fields.integer(key, least=0) if key in fields else None for name, key in _OPTIONAL_IDS.items()},
         'add_bos': fields.flag('tokenizer.ggml.add_bos_token'),
         'add_eos': fields.flag('tokenizer.ggml.add_eos_token'),
     }

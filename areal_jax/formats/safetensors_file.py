@@ -1,8 +1,9 @@
 """The safetensors format: files of named tensors, read by rows and written tensor by tensor.
 
 `hf_directory` reads and `hf_export` writes them. A file is the length of the header (8 bytes, little endian), a JSON
-header {name: {dtype, shape, data_offsets}}, and the tensors one after the other. The safetensors package is not used,
-because its numpy interface loads whole tensors only and has no bfloat16.
+header {name: {dtype, shape, data_offsets}}, and the tensors one after the other. The safetensors package is not used:
+its errors do not name the tensor of a wrong size, rows that it maps end the process (SIGBUS) if the file becomes
+shorter, its other way of reading takes the whole tensor for each slice, and its writer needs all tensors in memory.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def paired_interval(before: Sequence[Sequence[float]], after: Sequence[Sequence[
     return cluster_interval([[difference] for difference in differences])
 
 
-def t_quantile(degrees: int) -> float:
+def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     """Half width of the central interval of Student's t in standard errors."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, 0.5 + CONFIDENCE / 2))
+    return float(stdtrit(degrees, 0.5 + confidence / 2))

@@ -9,7 +9,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from areal_jax.app.sweep.endpoints import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
+from areal_jax.app.sweep.endpoints import (
+    Bounds,
+    PairedDifference,
+    Pairing,
+    holm,
+    paired_difference,
+    pairing_gain,
+    student_bounds,
+)
 from areal_jax.app.sweep.sweep_results import render_table
 from areal_jax.studies.plan import Margins, Plan
 from areal_jax.studies.stages import (
@@ -120,18 +128,7 @@ def _compare_one(label: float, first: Records, second: Records) -> Comparison:
         return Comparison(label, None, None)
     differences = [b[seed] - a[seed] for seed in seeds]
     difference = paired_difference([a[seed] for seed in seeds], [b[seed] for seed in seeds])
-    return Comparison(label, difference, _student_bounds(differences, 0.9))
-
-
-def _student_bounds(values: Sequence[float], confidence: float) -> Bounds | None:
-    """Student's interval of the mean; None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    from scipy.special import stdtrit
-
-    half = stdtrit(len(values) - 1, 0.5 + confidence / 2) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
-    return Bounds(mean - float(half), mean + float(half))
+    return Comparison(label, difference, student_bounds(differences, 0.9))
 
 
 def smallest_difference(spread: float, seeds: int, margins: Margins) -> float:
@@ -176,7 +173,7 @@ def dose_slope(plan: Plan, records: Records, method: str) -> tuple[float, Bounds
     doses = [math.log2(1 + lag) for lag in lags]
     seeds = set.intersection(*(set(found) for found in scores))
     slopes = [statistics.linear_regression(doses, [found[seed] for found in scores]).slope for seed in sorted(seeds)]
-    return (statistics.fmean(slopes), _student_bounds(slopes, 0.95)) if slopes else None
+    return (statistics.fmean(slopes), student_bounds(slopes, 0.95)) if slopes else None
 
 
 def throughput(records: Records, eta: float) -> float | None:

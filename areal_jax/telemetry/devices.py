@@ -140,36 +140,29 @@ Quantity = TypeVar('Quantity', int, float)
 class ResourceSampler:
     """A daemon thread that tracks the peak of resident memory, summed over the process tree.
 
-    Shared pages count once for each process that shares them, so the sum is an upper bound. Use as a context manager,
-    or call `start` and `stop`.
+    Shared pages count once for each process that shares them, so the sum is an upper bound. A context manager; `stop`
+    ends the measurement before the context does.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S):
         self._interval_s = interval_s
-        self._peak_bytes = 0
+        self.peak_bytes = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, name='resources', daemon=True)
 
     def __enter__(self) -> ResourceSampler:
-        self.start()
+        self._measure()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, resident_bytes())
-        self._thread.start()
-
     def stop(self) -> None:
         """Takes a last sample and ends the thread."""
         self._stopped.set()
         self._thread.join()
-        self._peak_bytes = max(self._peak_bytes, resident_bytes())
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
+        self._measure()
 
     def cpu_seconds(self) -> float:
         """Processor seconds (user and system) of the tree so far; a difference of two calls measures a window."""
@@ -177,7 +170,10 @@ class ResourceSampler:
 
     def _sample(self) -> None:
         while not self._stopped.wait(self._interval_s):
-            self._peak_bytes = max(self._peak_bytes, resident_bytes())
+            self._measure()
+
+    def _measure(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, resident_bytes())
 
 
 def resident_bytes(pid: int | None = None) -> int:

@@ -9,9 +9,10 @@ import itertools
 import pathlib
 import statistics
 import textwrap
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
 
 from areal_jax import files
 from areal_jax.errors import UserError
@@ -214,7 +215,7 @@ def render_contrast(group: JsonObject, first: JsonObject, second: JsonObject, wi
         for title, answer in zip(titles, (first, second), strict=True)
     )
     pairs = itertools.zip_longest(left, right, fillvalue='')
-    lines = [f'{_pad(a, column)} {" " if a == b else "|"} {b}'.rstrip() for a, b in pairs]
+    lines = [f'{set_cell_size(a, column)} {" " if a == b else "|"} {b}'.rstrip() for a, b in pairs]
     return '\n'.join([render_group(group, [], width), '', *lines])
 
 
@@ -273,33 +274,20 @@ def escape(text: str, keep: str = '') -> str:
     return ''.join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def _width(text: str) -> int:
-    """The width of the text in columns of a terminal."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
-
-
 def cut_text(text: str, most: int) -> str:
     """Cuts the text to at most `most` columns, with '...' in place of the rest."""
-    if _width(text) <= most:
+    if cell_len(text) <= most:
         return text
-    widths = itertools.accumulate(map(_width, text))
+    widths = itertools.accumulate(map(cell_len, text))
     return text[: sum(width <= most - 3 for width in widths)] + '...'
 
 
-def _pad(text: str, column: int) -> str:
-    return text + ' ' * (column - _width(text))
-
-
-def _wrap(text: str, column: int) -> list[str]:
-    """Wraps the text into lines of at most `column` columns; drops line breaks and one space at each wrap."""
-    return list(_wrapped(text, column))
-
-
-def _wrapped(text: str, column: int) -> Iterator[str]:
+def _wrap(text: str, column: int) -> Iterator[str]:
+    """Yields the text in lines of at most `column` columns; drops line breaks and one space at each wrap."""
     for line in escape(text.replace('\t', '    '), keep='\n').split('\n'):
         rest = line
-        while _width(rest) > column:
-            fitting = sum(width <= column for width in itertools.accumulate(map(_width, rest)))
+        while cell_len(rest) > column:
+            fitting = sum(width <= column for width in itertools.accumulate(map(cell_len, rest)))
             space = rest.rfind(' ', 1, fitting + 1)
             end = space if space > column // 2 else fitting
             yield rest[:end]

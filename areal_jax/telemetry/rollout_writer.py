@@ -72,13 +72,9 @@ def write_record(record: JsonObject, most_bytes: int) -> str:
     if len(line) <= most_bytes:
         return line
     most = max(16, most_bytes // (12 * (len(answers) + 1)))  # a character takes at most 12 bytes
-    cut = [{**_without_prompt(answer), 'text': answer['text'][:most]} for answer in answers]
+    cut = [{k: v for k, v in answer.items() if k != 'prompt'} | {'text': answer['text'][:most]} for answer in answers]
     rest = {**shorter, 'prompt': {'text': prompt['text'][:most]}, 'problem': {}, 'answers': cut, 'cut': 'texts'}
     return json.dumps(rest, separators=(',', ':'))
-
-
-def _without_prompt(answer: JsonObject) -> JsonObject:
-    return {name: value for name, value in answer.items() if name != 'prompt'}
 
 
 def _describe_prompt(tokens: np.ndarray, decode: Decode) -> JsonObject:

@@ -69,7 +69,7 @@ Config = Mapping[str, object]  # nested by section
 _FINISH_S = 15.0  # to send the rest when the run ends; unsent data stay on the disk for `wandb sync`
 _TOKEN_TAG, _GROUP_TAG = 'areal_jax.token', 'areal_jax.group'
 _RENAMED: Mapping[str, str] = {names.TIME: 'time_s'}  # trackio keeps 'time' for itself
-_MOST_PARAMETERS, _MOST_PARAMETER = 100, 6000  # of mlflow: parameters in a request, characters of a value
+_MOST_PARAMETER = 6000  # of mlflow: characters of a value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +172,7 @@ class MlflowTracker(Tracker):
         tags = {_TOKEN_TAG: run.token, 'mlflow.source.name': str(run.workdir)}
         tags |= {_GROUP_TAG: run.group} if run.group else {}
         self._id = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
-        params = [self._entities.Param(name, value) for name, value in values.items()]
-        for first in range(0, len(params), _MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMETERS])
+        self._client.log_batch(self._id, params=[self._entities.Param(*one) for one in values.items()])
         return Beginning(place, -1)
 
     def log(self, step: int, row: Row) -> None:

@@ -210,7 +210,8 @@ def _with_object(call: object) -> object:
 _QUESTION = {'role': 'user', 'content': 'x'}
 # A template that removes the reasoning from earlier answers changes the second one.
 _ANSWER, _REASONED = 'y', '<think>\ny\n</think>\n\ny'
-_RESULT = {'role': 'tool', 'content': 'z', 'name': 'z', 'tool_call_id': 'zzzzzzzzz'}  # Mistral's have nine characters
+# No form writes its content by chance; the ids of Mistral's calls have nine characters.
+_RESULT = {'role': 'tool', 'content': 'zq7zq', 'name': 'z', 'tool_call_id': 'zzzzzzzzz'}
 _MOST_KNOWN = 64  # sets of tools and kinds of messages whose test is remembered
 
 
@@ -284,12 +285,6 @@ def _answer(text: str) -> dict[str, str]:
 
 
 REMEDY = "name one that shows them in model.chat_template, 'package:configs/templates/hermes.jinja' for ChatML models"
-_SHOWN_TOOLS_RESULT = {
-    'role': 'tool',
-    'content': 'zq7zq',
-    'name': 'z',
-    'tool_call_id': 'zzzzzzzzz',
-}  # Mistral's have nine characters
 NO_PLACE = f'is not shown to the model: the chat template of this model has no place for tools; {REMEDY}'
 _LEFT_OUT = f'is not shown to the model: the chat template of this model leaves its name out here; {REMEDY}'
 
@@ -319,9 +314,7 @@ def require_shown(form: ChatForm, conversations: Sequence[Messages], tools: Tool
     """Raises ToolsNotShownError for tools, calls, and results of tools that the chat form of a model does not show."""
     if form.takes_tools:
         return  # if a prompt still lacks a name, `require_names` refuses it
-    has_results = any(
-        message.get('role') == _SHOWN_TOOLS_RESULT['role'] for messages in conversations for message in messages
-    )
+    has_results = any(message.get('role') == 'tool' for messages in conversations for message in messages)
     require_place(conversations, tools, shows_results=has_results and form.shows_results)
 
 
@@ -333,18 +326,17 @@ def require_place(conversations: Sequence[Messages], tools: Tools, *, shows_resu
         for number, message in enumerate(messages):
             if calls := message.get('tool_calls'):
                 raise ToolsNotShownError(index, f'messages[{number}].tool_calls', calls, NO_PLACE)
-            if message.get('role') == _SHOWN_TOOLS_RESULT['role'] and not shows_results:
+            if message.get('role') == 'tool' and not shows_results:
                 raise ToolsNotShownError(index, f'messages[{number}].role', message['role'], NO_PLACE)
 
 
 def shows_results(template: ChatTemplate) -> bool:
     """Whether a template writes the content of a turn of the role 'tool': it is tried out."""
-    asked: list[Mapping[str, object]] = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': 'y'}]
     try:
-        [text] = template.render([[*asked, _SHOWN_TOOLS_RESULT]])
+        [text] = template.render([[_QUESTION, _answer(_ANSWER), _RESULT]])
     except ConversationError:
         return False
-    return str(_SHOWN_TOOLS_RESULT['content']) in text
+    return _RESULT['content'] in text
 
 
 def require_names(texts: Sequence[str], conversations: Sequence[Messages], tools: Tools) -> None:

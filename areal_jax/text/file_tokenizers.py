@@ -31,7 +31,7 @@ from areal_jax.text.tokenizer import (
     TEMPLATE,
     TOKENIZER,
     WITH_TOOLS,
-    SizedTokenizer,
+    Tokenizer,
     add_tokens,
     describe_tokenizer,
     read_end_ids,
@@ -50,7 +50,7 @@ _GGUF_ENDS = ('eot_id', 'eom_id')
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
-class _BpeTokenizer(SizedTokenizer):
+class _BpeTokenizer(Tokenizer):
     """Encodes text with a tokenizer of the library tokenizers, and chats with a template."""
 
     _bpe: tokenizers.Tokenizer
@@ -62,16 +62,13 @@ class _BpeTokenizer(SizedTokenizer):
         return self._template is not None
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token, including special ones."""
         found: dict[str, int] = self._bpe.get_vocab(with_added_tokens=True)
         return found
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns int32 [n], nothing added; the text of a special token becomes that token."""
         return self._encode(text, adds=False)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """int32 [n] of a text that the model continues, with the tokens that the tokenizer adds, most often BOS."""
         return self._encode(text, adds=True)
 
     def _encode(self, text: str, *, adds: bool) -> np.ndarray:
@@ -89,7 +86,6 @@ class _BpeTokenizer(SizedTokenizer):
         return self._template is not None and shows_results(self._template)
 
     def reads(self, key: str) -> bool:
-        """Whether the chat template looks at this name."""
         return self._template is not None and key in self._template.names
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
@@ -144,16 +140,8 @@ class _BpeTokenizer(SizedTokenizer):
             found = [one for batch in batches for one in bpe.encode_batch_fast(batch, add_special_tokens=False)]
         return [np.asarray(encoding.ids, np.int32) for encoding in found]
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, special ones spelled out, except for one of `end_ids` at the very end.
-
-        Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
-        """
-        return self.token_bytes.decode(self._without_end(tokens))
-
     @functools.cached_property
-    def token_bytes(self) -> TokenBytes:
-        """The bytes that each token adds to a text."""
+    def token_bytes(self) -> TokenBytes:  # type: ignore[override]  # made once
         return read_token_bytes(self._bpe)
 
     def special_token_ids(self) -> frozenset[int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from areal_jax import files
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.text.bpe import naming
@@ -28,35 +30,37 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-class Tokenizer(Protocol):
+class Tokenizer(abc.ABC):
     """Text <-> token ids; `eos_id` ends an answer and is a token like any other."""
 
     eos_id: int
     end_ids: tuple[int, ...]  # all that end an answer; `eos_id` is the first
     vocab_size: int  # ids are below it
+    source: str  # the place that describes the vocabulary, for errors
 
+    @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [n], nothing added. If the text spells a special token, it becomes that token."""
-        ...
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """int32 [n] of a text that the model continues, with the tokens that the tokenizer adds, most often BOS."""
-        ...
+        return self.encode(text)
 
     @property
     def takes_tools(self) -> bool:
         """Whether the model's chat form shows tools."""
-        ...
+        return False
 
     @property
     def shows_results(self) -> bool:
         """Whether it shows results of tools, turns of the role 'tool', even if it shows no tools."""
-        ...
+        return True  # it writes the content of any turn
 
     def reads(self, key: str) -> bool:
         """Whether the model's chat form looks at this name, e.g. at a key of a message."""
-        ...
+        return key == 'content'
 
+    @abc.abstractmethod
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """Returns int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
@@ -64,8 +68,12 @@ class Tokenizer(Protocol):
         for forms that show them: a caller that takes them from outside calls chat_template.require_shown first. Raises
         ConversationError for the first conversation that has no such form, or whose form leaves out the name of a tool.
         """
-        ...
 
+    def encode_chat(self, messages: Messages) -> np.ndarray:
+        """Returns int32 [P] of one conversation; many in one call of `encode_chats` cost little more."""
+        return self.encode_chats([messages])[0]
+
+    @abc.abstractmethod
     def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
         """Returns int32 [n] that follow a sampled answer in the model's chat form, up to where the next answer begins.
 
@@ -81,28 +89,35 @@ class Tokenizer(Protocol):
         turns (e.g. removes their reasoning), or closes a turn with another token than `closed_by`. The whole
         conversation must then be encoded anew. Raises TokenizerError for texts that have no ids.
         """
-        ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, special ones spelled out, except for one of `end_ids` at the very end."""
-        ...
+        """The text of the tokens, special ones spelled out, except for one of `end_ids` at the very end.
+
+        Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
+        """
+        ids = [int(token) for token in tokens]
+        return self.token_bytes.decode(ids[:-1] if ids and ids[-1] in self.end_ids else ids)
 
     @property
+    @abc.abstractmethod
     def token_bytes(self) -> TokenBytes:
         """The bytes that each token adds to a text."""
-        ...
 
+    @abc.abstractmethod
     def special_token_ids(self) -> frozenset[int]:
         """Ids that control the model and are left out of a text for readers."""
-        ...
 
+    @abc.abstractmethod
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, also of special ones; in a byte-level vocabulary a character stands for each byte."""
-        ...
 
     def fits(self, vocab_size: int) -> None:
         """Raises TokenizerError when a model with `vocab_size` embeddings lacks some of the ids."""
-        ...
+        if vocab_size < self.vocab_size:
+            raise TokenizerError(
+                f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids ({self.source}): '
+                'tokens beyond the model would read garbage. Use the tokenizer that belongs to the model'
+            )
 
 
 def chat_messages(question: str, system_prompt: str = '') -> list[dict[str, str]]:
@@ -111,55 +126,7 @@ def chat_messages(question: str, system_prompt: str = '') -> list[dict[str, str]
     return [*system, {'role': 'user', 'content': question}]
 
 
-class SizedTokenizer:
-    """The common base of all tokenizers."""
-
-    eos_id: int
-    end_ids: tuple[int, ...]
-    vocab_size: int
-    source: str  # the place that describes the vocabulary, for errors
-
-    def fits(self, vocab_size: int) -> None:
-        if vocab_size < self.vocab_size:
-            raise TokenizerError(
-                f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids ({self.source}): '
-                'tokens beyond the model would read garbage. Use the tokenizer that belongs to the model'
-            )
-
-    def encode(self, text: str) -> np.ndarray:
-        raise NotImplementedError
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Returns int32 [n] of a text that the model continues."""
-        return self.encode(text)
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the model's chat form shows tools."""
-        return False
-
-    @property
-    def shows_results(self) -> bool:
-        """Whether it shows results of tools."""
-        return True  # it writes the content of any turn
-
-    def reads(self, key: str) -> bool:
-        """Whether the model's chat form looks at something of this name."""
-        return key == 'content'
-
-    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        raise NotImplementedError
-
-    def encode_chat(self, messages: Messages) -> np.ndarray:
-        """Returns int32 [P] of one conversation; many in one call of `encode_chats` cost little more."""
-        return self.encode_chats([messages])[0]
-
-    def _without_end(self, tokens: np.ndarray) -> list[int]:
-        ids = [int(token) for token in tokens]
-        return ids[:-1] if ids and ids[-1] in self.end_ids else ids
-
-
-class CharacterTokenizer(SizedTokenizer):
+class CharacterTokenizer(Tokenizer):
     """One id per character, for models that are trained from nothing: id 0 is EOS, `characters[i]` has id i + 1.
 
     Without an EOS `characters[i]` has id i, and `eos_id` is an id that no model with this vocabulary samples.
@@ -202,13 +169,9 @@ class CharacterTokenizer(SizedTokenizer):
         """Returns int32 [n]: the contents one after the other. Nothing closes a turn here."""
         return self.encode_chats([messages])[0] if can_extend(messages) else None
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, `eos_text` for an EOS that is not the last token."""
-        return self.token_bytes.decode(self._without_end(tokens))
-
     @functools.cached_property
-    def token_bytes(self) -> TokenBytes:
-        """The bytes that each token adds to a text."""
+    def token_bytes(self) -> TokenBytes:  # type: ignore[override]  # made once
+        """The bytes of each character; `eos_text` for an EOS that does not end the text."""
         return TokenBytes(lambda token: self._texts[token].encode() if token < len(self._texts) else None)
 
     def special_token_ids(self) -> frozenset[int]:
@@ -288,14 +251,10 @@ def read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
 
 def read_object(path: pathlib.Path) -> JsonObject:
     """The JSON object in a file; raises TokenizerError."""
-    text = _read_text(path)
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f'{path} is no JSON: {error}') from error
-    if not isinstance(fields, dict):
-        raise TokenizerError(f'{path} holds a {type(fields).__name__}, not an object')
-    return fields
+        return files.read_json(path, 'a directory with a tokenizer has it: copy it again')
+    except files.FileError as error:
+        raise TokenizerError(str(error)) from error
 
 
 def token_text(value: object, path: pathlib.Path, name: str) -> str:

@@ -11,14 +11,14 @@ import json
 import logging
 import os
 import secrets
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 from areal_jax.files import JsonObject, decode_json
@@ -36,164 +36,123 @@ def name_signal(number: int) -> str:
     return _SIGNALS.get(number, f'signal {number}')
 
 
-# The pipes to a worker process: lines out and in on an event loop, and a close that is safe from any thread.
+# The connection to a worker process: lines out and in, with an event loop or without, and a close from any thread.
 #
 # If a descriptor is closed while a loop still watches it, or just before a coroutine reads it, its number may already
-# belong to a file of another worker. So while a coroutine uses the pipes, only the thread of its loop closes them.
+# belong to a file of another worker. So a close only ends a connection in use, which ends the wait for a line, and the
+# user of the connection closes the descriptor.
 
 
 _CHUNK_BYTES = 2**16  # read at once
 _LONGEST_LINE_BYTES = 2**16
+_SHORTEST_WAIT_S = 1e-3  # 0 would not wait, and raise another error
 
 
 class WorkerDiedError(RuntimeError):
     """Raised if the worker ended, was killed, or sent a message that is not the reply to the request."""
 
 
-class WorkerPipes:
-    """Stdin and stdout of a worker, both non-blocking. One coroutine at a time, inside `in_use`."""
+class WorkerConnection:
+    """The socket that is stdin and stdout of a worker. One coroutine or thread at a time, inside `in_use`."""
 
-    def __init__(self, name: str, stdin: IO[bytes], stdout: IO[bytes]):
+    def __init__(self, name: str, connection: socket.socket):
         self.name = name  # of the worker, for errors
         self.received = b''
         self.is_closed = False
-        self._files = (stdin, stdout)
-        self._in, self._out = stdin.fileno(), stdout.fileno()
-        self._lock = threading.Lock()  # held while a use of the pipes begins or ends, and while a close is decided
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the coroutine that uses the pipes
-        self._readiness: asyncio.Future[None] | None = None  # of a pipe that the coroutine waits for
-        for descriptor in (self._in, self._out):
-            os.set_blocking(descriptor, False)
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._lock = threading.Lock()  # held while a use begins or ends, and while a close is decided
+        self._is_used = False
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Surrounds all of a coroutine's work with the pipes. Raises WorkerDiedError if they are closed."""
+        """Surrounds all work with the connection. Raises WorkerDiedError if it is closed or the worker has ended."""
         with self._lock:
-            self.require_open()
-            self._loop = asyncio.get_running_loop()
+            self._require_open()
+            self._is_used = True
         try:
             yield
+        except ConnectionError as error:
+            raise self._death() from error
         finally:
             with self._lock:
-                self._loop = None
+                self._is_used = False
                 if self.is_closed:
-                    self._close_files()
+                    self._socket.close()
 
     def close(self) -> None:
-        """Closes both pipes, from any thread; a coroutine that uses them gets WorkerDiedError. Does not wait."""
+        """Ends the connection, from any thread; its user gets WorkerDiedError. Does not wait."""
         with self._lock:
             if self.is_closed:
                 return
             self.is_closed = True
-            if self._loop is None or self._loop is _running_loop():
-                self._close_files()
-            else:
-                with contextlib.suppress(RuntimeError):  # that loop has closed without ending its coroutine
-                    self._loop.call_soon_threadsafe(self._close_files)
+            with contextlib.suppress(OSError):  # the worker has ended
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if not self._is_used:
+                self._socket.close()
 
     async def send(self, data: bytes) -> None:
-        """Writes all of `data`. Raises WorkerDiedError."""
-        while data:
-            self.require_open()
-            try:
-                data = data[os.write(self._in, data) :]
-            except BlockingIOError:
-                await self._until(asyncio.get_running_loop().add_writer, self._in)
-            except BrokenPipeError as error:
-                raise WorkerDiedError(f'the worker for {self.name!r} has ended') from error
+        """Writes all of `data`."""
+        await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     async def receive_line(self) -> bytes:
         """Returns the next line, without its end. Raises WorkerDiedError."""
         while b'\n' not in self.received[: _LONGEST_LINE_BYTES + 1]:
             if len(self.received) > _LONGEST_LINE_BYTES:
                 raise WorkerDiedError(f'the worker for {self.name!r} sends a reply without end')
-            await self._until(asyncio.get_running_loop().add_reader, self._out)
-            self.read()
+            self._add(await asyncio.get_running_loop().sock_recv(self._socket, _CHUNK_BYTES))
         return self.take_line()
 
     def send_at_once(self, data: bytes, end_s: float) -> None:
         """`send` for use outside event loops.
 
-        `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
+        `end_s` is a time.monotonic(). Raises TimeoutError.
         """
-        poll = select.poll()
-        poll.register(self._in, select.POLLOUT)
-        while data:
-            self.require_open()
-            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
-                raise TimeoutError(f'the worker for {self.name!r} took no request in time')
-            try:
-                data = data[os.write(self._in, data) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError as error:
-                raise WorkerDiedError(f'the worker for {self.name!r} has ended') from error
+        with self._blocking(end_s, 'took no request in time'):
+            self._socket.sendall(data)
 
     def wait_for_line(self, end_s: float) -> bytes:
         """Blocks until a line is there; for use outside event loops.
 
         `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
         """
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
         while b'\n' not in self.received:
-            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
-                raise TimeoutError(f'the worker for {self.name!r} was not ready in time')
-            self.read()
+            with self._blocking(end_s, 'was not ready in time'):
+                self._add(self._socket.recv(_CHUNK_BYTES))
         return self.take_line()
 
     def read(self) -> None:
-        """Reads what has arrived, without waiting. Raises WorkerDiedError at the end of the pipe."""
-        self.require_open()
-        try:
-            chunk = os.read(self._out, _CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        if not chunk:
-            raise WorkerDiedError(f'the worker for {self.name!r} has ended')
-        self.received += chunk
+        """Reads what has arrived, without waiting. Raises WorkerDiedError at the end of the connection."""
+        with contextlib.suppress(BlockingIOError):
+            self._add(self._socket.recv(_CHUNK_BYTES))
 
     def take_line(self) -> bytes:
         line, _, self.received = self.received.partition(b'\n')
         return line
 
-    def require_open(self) -> None:
-        if self.is_closed:
-            raise WorkerDiedError(f'the worker for {self.name!r} was killed')
+    def _add(self, chunk: bytes) -> None:
+        self._require_open()
+        if not chunk:
+            raise self._death()
+        self.received += chunk
 
-    async def _until(self, watch: Callable[..., object], descriptor: int) -> None:
-        self._readiness = asyncio.get_running_loop().create_future()
-        watch(descriptor, _settle, self._readiness)
+    @contextlib.contextmanager
+    def _blocking(self, end_s: float, late: str) -> Iterator[None]:
+        """Lets the socket wait until `end_s`; then raises TimeoutError, which says that the worker is `late`."""
+        self._socket.settimeout(max(_SHORTEST_WAIT_S, end_s - time.monotonic()))
         try:
-            await self._readiness
+            yield
+        except TimeoutError as error:
+            raise TimeoutError(f'the worker for {self.name!r} {late}') from error
         finally:
-            self._unwatch()
+            self._socket.setblocking(False)
 
-    def _unwatch(self) -> None:
-        if self._readiness is not None:
-            self._readiness.get_loop().remove_reader(self._out)
-            self._readiness.get_loop().remove_writer(self._in)
-            self._readiness = None
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise self._death()
 
-    def _close_files(self) -> None:
-        readiness = self._readiness
-        self._unwatch()  # before the numbers of the descriptors are free
-        for file in self._files:
-            file.close()
-        if readiness is not None and not readiness.done():
-            readiness.set_exception(WorkerDiedError(f'the worker for {self.name!r} was killed'))
-
-
-def _settle(readiness: asyncio.Future[None]) -> None:
-    if not readiness.done():
-        readiness.set_result(None)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+    def _death(self) -> WorkerDiedError:
+        return WorkerDiedError(f'the worker for {self.name!r} {"was killed" if self.is_closed else "has ended"}')
 
 
 REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
@@ -218,17 +177,16 @@ class WorkerProcess:
         self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
         self.is_ready = False
         command = [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox, *readable]
-        self._process = subprocess.Popen(
-            wrap_command(sandbox, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=worker_environment() | {MARK: self.mark},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._pipes = WorkerPipes(scorer, self._process.stdin, self._process.stdout)
+        ours, theirs = socket.socketpair()
+        self._connection = WorkerConnection(scorer, ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                wrap_command(sandbox, command),
+                stdin=theirs,
+                stdout=theirs,
+                env=worker_environment() | {MARK: self.mark},
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -237,19 +195,20 @@ class WorkerProcess:
 
     @property
     def is_killed(self) -> bool:
-        return self._pipes.is_closed
+        return self._connection.is_closed
 
     def wait_until_ready(self, end_s: float) -> None:
         """Blocks until the ready line is there; for use outside event loops.
 
         `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
         """
-        self._accept_ready(self._pipes.wait_for_line(end_s))
+        with self._connection.in_use():
+            self._accept_ready(self._connection.wait_for_line(end_s))
 
     async def become_ready(self) -> None:
         """Waits for the ready line. Raises WorkerDiedError."""
-        with self._pipes.in_use():
-            self._accept_ready(await self._pipes.receive_line())
+        with self._connection.in_use():
+            self._accept_ready(await self._connection.receive_line())
 
     async def ask(self, request: JsonObject) -> JsonObject:
         """Sends a JSON-able request and waits for its reply, {'reward'}, {'error'} or {'fault'}.
@@ -258,14 +217,14 @@ class WorkerProcess:
         request: after these no later reply can be trusted. The id cannot be guessed by a process that an earlier
         answer left behind.
         """
-        with self._pipes.in_use():
+        with self._connection.in_use():
             self._require_silence()
             number = secrets.token_hex(8)
-            await self._pipes.send(json.dumps({**request, 'id': number}).encode() + b'\n')
-            reply = _parse(await self._pipes.receive_line(), REPLIES)
+            await self._connection.send(json.dumps({**request, 'id': number}).encode() + b'\n')
+            reply = _parse(await self._connection.receive_line(), REPLIES)
             if reply.get('id') != number:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied to another request')
-            if self._pipes.received:
+            if self._connection.received:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied more than once')
             del reply['id']
             return reply
@@ -276,8 +235,9 @@ class WorkerProcess:
         `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
         """
         number = secrets.token_hex(8)
-        self._pipes.send_at_once(json.dumps({**request, 'id': number}).encode() + b'\n', end_s)
-        return _parse(self._pipes.wait_for_line(end_s), REPLIES)
+        with self._connection.in_use():
+            self._connection.send_at_once(json.dumps({**request, 'id': number}).encode() + b'\n', end_s)
+            return _parse(self._connection.wait_for_line(end_s), REPLIES)
 
     def kill(self) -> None:
         """Ends the worker and every process of its scorer; callable from any thread, does not wait.
@@ -286,9 +246,9 @@ class WorkerProcess:
         """
         if self.is_killed:
             return
-        # Closed pipes end the worker. SIGKILL would keep it from killing the scorer's processes, and only the worker is
-        # sure to find all of them.
-        self._pipes.close()
+        # A closed connection ends the worker. SIGKILL would keep it from killing the scorer's processes, and only the
+        # worker is sure to find all of them.
+        self._connection.close()
         self._process.send_signal(signal.SIGCONT)  # its scorer may have stopped it
 
     def is_gone(self) -> bool:
@@ -324,9 +284,9 @@ class WorkerProcess:
             self._process.kill()
 
     def _require_silence(self) -> None:
-        self._pipes.read()
-        if self._pipes.received:
-            _parse(self._pipes.take_line(), ())
+        self._connection.read()
+        if self._connection.received:
+            _parse(self._connection.take_line(), ())
 
     def _accept_ready(self, line: bytes) -> None:
         _parse(line, ('ready',))

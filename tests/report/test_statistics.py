@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from areal_jax.report.statistics import (
     cluster_interval,
@@ -25,6 +26,19 @@ def test_wilson_of_8_in_10():
     assert (interval.mean, interval.n) == (0.8, 10)
     assert interval.low == pytest.approx(0.490163, abs=2e-6)
     assert interval.high == pytest.approx(0.943318, abs=2e-6)
+
+
+@pytest.mark.parametrize(('successes', 'n'), [(0, 7), (1, 7), (3, 7), (7, 7), (61, 1000), (500, 1000)])
+def test_wilson_is_that_of_scipy(successes: int, n: int):
+    found, expected = wilson_interval(successes, n), stats.binomtest(successes, n).proportion_ci(0.95, 'wilson')
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@pytest.mark.parametrize('n', [2, 3, 17, 400])
+def test_the_interval_of_a_mean_is_that_of_scipy(n: int):
+    scores = np.random.default_rng(n).normal(0.3, 2.0, n)
+    found, expected = cluster_interval(scores[:, None].tolist()), stats.ttest_1samp(scores, 0).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12, rel=1e-12)
 
 
 def test_wilson_of_nothing_is_not_a_point():

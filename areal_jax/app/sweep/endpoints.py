@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from areal_jax import files
-from areal_jax.report.statistics import CONFIDENCE, cluster_interval
+from areal_jax.report.statistics import CONFIDENCE, t_quantile
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, number
 
@@ -97,24 +98,17 @@ def mean_of_steps(ends: Sequence[float], values: Sequence[float], until: float) 
     """
     if not values or until <= 0:
         return None
-    area, before = 0.0, 0.0
-    for index, (end, value) in enumerate(zip(ends, values, strict=True)):
-        stop = until if index == len(values) - 1 else min(end, until)
-        area += max(0.0, stop - before) * value
-        before = max(before, stop)
-    return area / until
+    stops = np.minimum([0.0, *ends[:-1], until], until)
+    return float(np.diff(np.maximum.accumulate(stops)) @ np.asarray(values)) / until
 
 
 def mean_of_line(places: Sequence[float], values: Sequence[float], until: float) -> float | None:
     """Mean over [first place, until] of the straight lines through the points; None for fewer than two points."""
     if len(values) < 2 or until <= places[0]:
         return None
-    area = 0.0
-    for (left, low), (right, high) in itertools.pairwise(zip(places, values, strict=True)):
-        stop = min(right, until)
-        if stop > left:
-            area += (stop - left) * (low + (low + (high - low) * (stop - left) / (right - left))) / 2
-    return area / (min(until, places[-1]) - places[0])
+    stops = np.minimum(places, until)
+    heights = np.where(stops < places, np.interp(until, places, values), values)
+    return float(np.trapezoid(heights, stops) / (stops[-1] - stops[0]))
 
 
 def endpoint_values(record: ArmRecord, horizon: Horizon) -> dict[str, float]:
@@ -272,16 +266,23 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
     if len(first) != len(second) or not len(first):
         raise ValueError(f'{len(first)} and {len(second)} seeds cannot be paired: give both values of each seed')
     differences = [b - a for a, b in zip(first, second, strict=True)]
-    interval = cluster_interval([[difference] for difference in differences])
-    bounds = None if interval.low is None or interval.high is None else Bounds(interval.low, interval.high)
     return PairedDifference(
         n=len(differences),
-        mean=interval.mean,
-        t=bounds,
+        mean=statistics.fmean(differences),
+        t=student_bounds(differences),
         bootstrap=bootstrap_bounds(differences),
         p=t_probability(differences),
         pairing=pairing_gain(first, second),
     )
+
+
+def student_bounds(values: Sequence[float], confidence: float = CONFIDENCE) -> Bounds | None:
+    """Student's interval of the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = statistics.fmean(values)
+    half = t_quantile(len(values) - 1, confidence) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Bounds(mean - half, mean + half)
 
 
 def t_probability(differences: Sequence[float]) -> float | None:
@@ -292,11 +293,11 @@ def t_probability(differences: Sequence[float]) -> float | None:
     n = len(differences)
     if n < 2:
         return None
-    mean, spread = math.fsum(differences) / n, float(np.std(differences, ddof=1))
     if _is_constant(differences):
         return 0.0 if differences[0] else 1.0
     from scipy.special import stdtr
 
+    mean, spread = statistics.fmean(differences), float(np.std(differences, ddof=1))
     return float(2 * stdtr(n - 1, -abs(mean) * math.sqrt(n) / spread))
 
 

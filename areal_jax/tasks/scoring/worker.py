@@ -365,7 +365,7 @@ def _start_scorer(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent()
         os.setsid()
-        # The parent's pipes are stdin and stdout so far; neither the scorer nor its children may hold them.
+        # The socket to the parent is stdin and stdout so far; neither the scorer nor its children may hold it.
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (output, 1), (output, 2)):
             os.dup2(source, target)

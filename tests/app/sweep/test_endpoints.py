@@ -21,6 +21,7 @@ from areal_jax.app.sweep.endpoints import (
     paired_difference,
     pairing_gain,
     read_record,
+    student_bounds,
     t_probability,
 )
 from tests.app.small import SmallRun, equal
@@ -112,8 +113,20 @@ def test_a_paired_difference_by_hand():
 
 def test_the_probability_is_that_of_scipy():
     a, b = np.random.default_rng(0).normal(size=(2, 9))
-    assert t_probability(list(b - a)) == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue)
+    assert t_probability(list(b - a)) == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue, rel=1e-12)
     assert t_probability([0.3]) is None
+
+
+@pytest.mark.parametrize(('n', 'confidence'), [(2, 0.95), (3, 0.9), (9, 0.95), (40, 0.9)])
+def test_the_interval_of_student_is_that_of_scipy(n, confidence):
+    values = np.random.default_rng(n).normal(0.01, 0.2, n)
+    found, expected = (
+        student_bounds(values, confidence),
+        scipy.stats.ttest_1samp(values, 0).confidence_interval(confidence),
+    )
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12, rel=1e-12)
+    assert paired_difference(np.zeros(n), values).t == student_bounds(values)
+    assert student_bounds(values[:1]) is None
 
 
 @pytest.mark.parametrize(('value', 'p'), [(0.0, 1.0), (0.1, 0.0)])

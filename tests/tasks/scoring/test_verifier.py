@@ -255,8 +255,10 @@ def test_a_surplus_reply_is_a_crash_of_the_worker_and_shifts_no_other(make, tmp_
     assert judge.attempts_by_label == {'ok': 5, 'crash': 1}
 
 
-def test_a_limit_below_what_a_worker_needs_names_its_field():
-    judge = ProcessVerifier(FakeClock(), SCORER, decode, workers=1, deadline_s=1.0, attempts=1, memory_mb=1)
+def test_a_limit_below_what_a_worker_needs_names_its_field(tmp_path):
+    scorer = tmp_path / 'large.py'  # a small one may fit into what the allocator holds already
+    scorer.write_text('TABLE = bytearray(2**24)\n\n\ndef score(problem, text):\n    return 1.0\n')
+    judge = ProcessVerifier(FakeClock(), f'{scorer}:score', decode, workers=1, deadline_s=1, attempts=1, memory_mb=1)
     with pytest.raises(VerifierError, match=r'has ended.*\(task\.verifier_memory_mb=1\)'):
         judge.start()
 
