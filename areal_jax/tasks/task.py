@@ -88,10 +88,10 @@ class ListedTask:
         self.scorer = spec_of(score)
         self.problems = {side: tuple(listed) for side, listed in problems.items()}
         self.dropped = 0  # left out by `fitting`
-        self._score = score
+        self.score = score
         self._messages = messages
         self._tokenizer = tokenizer
-        self._final_answer = final_answer
+        self.final_answer = final_answer
         self._tokens: dict[Split, list[np.ndarray]] = {}  # of the prompts, int32 [P] each
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> ListedTask:
@@ -133,15 +133,6 @@ class ListedTask:
             return []
         stream = self.prompts('held_out', seed)
         return [stream.draw() for _ in range(min(n, stream.size))]  # the first epoch repeats nothing
-
-    @property
-    def score(self) -> Scorer:
-        """The scorer itself, whose parameters show whether it takes the episode; see Task."""
-        return self._score
-
-    def final_answer(self, text: str) -> str:
-        """The final answer of a text; see Task."""
-        return self._final_answer(text)
 
     def _make_prompt(self, draw: int, item: tuple[Problem, np.ndarray]) -> Prompt:
         problem, tokens = item

@@ -241,7 +241,7 @@ def test_a_process_that_cannot_write_its_part_is_told(processes, tmp_path, index
 
 
 def test_the_side_of_the_controller_is_free_of_jax():
-    names = ('remote_learner', 'peers', 'handshake', 'messages', 'follower')
+    names = ('remote_learner', 'peers', 'handshake', 'messages')
     modules = [f'areal_jax.distributed.{name}' for name in names] + ['areal_jax.checkpoint.store']
     program = (
         f'import sys\nfor name in {modules}: __import__(name)\nprint({{"jax", "flax", "orbax"}} & set(sys.modules))'
