@@ -12,7 +12,7 @@ import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, answer, run_command
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from areal_jax.app.command_line import CommandLine
     from areal_jax.app.sweep.arms import Arm
     from areal_jax.app.sweep.sweep_results import Results
+    from areal_jax.studies.stages import ProgramSweep
+    from areal_jax.studies.study import Study
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -100,15 +102,9 @@ def _run_programs(command: CommandLine, values: flags.FlagValues, workdir: pathl
     return _run_all(sweep, values, workdir, interrupts)
 
 
-class _Runs(Protocol):
-    """A study, or a sweep of programs."""
-
-    def print_commands(self) -> None: ...
-
-    def run(self, interrupts: Interrupts) -> int: ...
-
-
-def _run_all(runs: _Runs, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
+def _run_all(
+    runs: Study | ProgramSweep, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts
+) -> int:
     """Prints the commands, or runs them with the directory locked; returns the exit code."""
     from areal_jax.files import DirectoryLock
 
