@@ -100,8 +100,8 @@ class CommonFacts(TypedDict):
     git_commit: str | None
     versions: Mapping[str, str]
     hardware: Mapping[str, object]
-    prolonged: list[dict[str, int]]
-    idle_fields: list[str]
+    prolonged: tuple[Mapping[str, int], ...]
+    idle_fields: tuple[str, ...]
     own_code: Digests
     hook: Mapping[str, object]
     tracker: Mapping[str, object]
@@ -257,8 +257,8 @@ class RunContext:
             'git_commit': git_commit(),
             'versions': package_versions(),
             'hardware': {**hardware, 'platform': platform.platform()},
-            'prolonged': read_prolongations(self.workdir),
-            'idle_fields': self._idle_fields,
+            'prolonged': tuple(read_prolongations(self.workdir)),
+            'idle_fields': tuple(self._idle_fields),
             'own_code': self._own_code,
             'hook': self.hook.facts() if self.hook else {},
             'tracker': self.feed.facts() if self.feed else {},
