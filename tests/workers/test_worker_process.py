@@ -14,6 +14,7 @@ from areal_jax.workers.worker_process import WorkerConnection, WorkerDiedError
 def sockets():
     """(the socket that the connection owns, the socket of the worker)."""
     ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
     with ours, theirs:
         yield ours, theirs
 
