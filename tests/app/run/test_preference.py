@@ -15,9 +15,9 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.tasks.task import TaskError
+from checks.mutations import ROOT
 from tests.app.run.test_supervised import die, end_in_update, final, sft_config
 from tests.app.small import equal
-from tests.mutations import ROOT
 
 
 def recipe(name, size, **fields):
