@@ -1,8 +1,8 @@
-"""A run whose agent has the tool `python`: a resume and a replay run no code for what the log has, and are exact."""
+"""A run whose agent has the tool `python`, or one of an MCP server: a resume and a replay ask for nothing again."""
 
 from __future__ import annotations
 
-import shutil
+import sys
 
 import pytest
 
@@ -12,8 +12,8 @@ from areal_jax.app.parts import task_builder
 from areal_jax.app.run import loop
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.workers.sandbox.confinement import find_abi
-from tests.app.small import SmallRun, equal
-from tests.app.test_session import lines_of, tokens_of
+from tests.app.small import SmallRun, open_episodes, require_same, resume_at
+from tests.tasks.process_table import all_end
 
 needs_landlock = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no Landlock')
 AGENT = """
@@ -79,17 +79,10 @@ def test_a_resumed_run_is_the_same_and_runs_no_code_again(fields, called, tmp_pa
     assert whole.report['sandbox'] == {**RECORD, 'runners': ['the tool python']}
     assert 'confines the code that the tool python runs' in (whole.workdir / 'report.md').read_text()
 
-    shutil.copytree(whole.workdir, tmp_path / 'at')
-    for later in (2, 3, 4):
-        shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
     called.clear()
-    resumed = SmallRun(tmp_path / 'at', resume=True, **fields)
-    running = resumed.session.program.parts.controller.snapshot()['running']
-    assert [e for group in running for e in group.episodes if e.results and not e.finish_reason]
-    resumed.train()
-    assert equal(resumed.final, whole.final)
-    assert tokens_of(resumed.batches) == tokens_of(whole.batches[1:])
-    assert lines_of(resumed) == lines_of(whole)
+    resumed = resume_at(whole, tmp_path / 'at', 1, **fields)
+    assert any(episode.results for episode in open_episodes(resumed))
+    require_same(resumed.train(), whole)
     assert len(called) < count_calls(whole)
 
 
@@ -130,3 +123,65 @@ def test_what_does_not_fit_is_refused_with_the_fix(fields, tmp_path, changed, sa
         changed = {'rollout__workflow': f'{tmp_path}/others.py:{name}'}
     with pytest.raises(UserError, match=said):
         SmallRun(tmp_path / 'run', **{**fields, **changed})
+
+
+MCP_AGENT = """
+async def agent(chat, mcp, problem):
+    (tool,) = await mcp.tools()
+    history = [{'role': 'user', 'content': problem['question']}]
+    first = await chat(history)
+    if first.finish_reason == 'length':
+        return
+    mark = await mcp.call(tool['function']['name'], {'text': first.text})
+    await chat([*history, first.message, {'role': 'user', 'content': mark}])
+"""
+# speaks the protocol by itself, which starts in a few milliseconds
+SERVER = """
+import json, os, sys
+open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')
+info = {'protocolVersion': '2025-06-18', 'capabilities': {'tools': {}}, 'serverInfo': {'name': 's', 'version': '1'}}
+RESULTS = {
+    'initialize': info,
+    'tools/list': {'tools': [{'name': 'look_up', 'inputSchema': {'type': 'object'}}]},
+    'tools/call': {'content': [{'type': 'text', 'text': '='}]},
+}
+for line in sys.stdin:
+    call = json.loads(line)
+    if call['method'] == 'tools/call':
+        open(sys.argv[1] + '_called', 'a').write('1\\n')
+    if 'id' in call:
+        error = {'code': -32601, 'message': 'unknown'}
+        found = RESULTS.get(call['method'])
+        reply = {'result': found} if found else {'error': error}
+        print(json.dumps({'jsonrpc': '2.0', 'id': call['id'], **reply}), flush=True)
+"""
+
+
+def count_words(path):
+    return len(path.read_text().split())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_and_calls_nothing_again(tmp_path):
+    pytest.importorskip('mcp', reason="the package mcp is not installed: pip install -e '.[agents]'")
+    pids, called = tmp_path / 'pids', tmp_path / 'pids_called'
+    (tmp_path / 'agent.py').write_text(MCP_AGENT)
+    (tmp_path / 'server.py').write_text(SERVER)
+    fields = {
+        'rollout__workflow': f'{tmp_path}/agent.py:agent', 'rollout__max_new_tokens': 11, 'agent__max_turn_tokens': 6,
+        'agent__mcp_servers': (f'{sys.executable} {tmp_path}/server.py {pids}',), 'checkpoint__every': 1,
+        'checkpoint__keep': 5, 'run__steps': 4,
+    }  # fmt: skip
+    whole = SmallRun(tmp_path / 'whole', **fields).train()
+    tools = [event for event in whole.events if event['kind'] == 'run_start' and event['work'] == 'tool']
+    assert count_words(pids) == sum(event['tool'] == 'tools/list' for event in tools) > 4  # a process an episode
+    assert count_words(called) == sum(event['tool'] == 'look_up' for event in tools) > 2
+    assert all_end([int(pid) for pid in pids.read_text().split()])
+
+    called.unlink()
+    resumed = resume_at(whole, tmp_path / 'at', 1, **fields)
+    assert any(episode.results for episode in open_episodes(resumed))
+    require_same(resumed.train(), whole)
+    after = [event for event in resumed.events if event['kind'] == 'run_start' and event['work'] == 'tool']
+    assert len(after) == len(tools)
+    assert count_words(called) < sum(event['tool'] == 'look_up' for event in tools)
