@@ -167,6 +167,14 @@ def carries(pid: int, mark: str) -> bool:
         return False
 
 
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie, which nobody has waited for, does not."""
+    try:
+        return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in ('Z', 'X')
+    except OSError:
+        return False
+
+
 def find_marked(mark: str, words: Collection[bytes], without: Collection[bytes] = ()) -> list[int]:
     """The processes that carry the mark and have these words, and not the others, in their command line."""
     found = []

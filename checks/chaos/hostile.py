@@ -16,7 +16,7 @@ from typing import Any
 from checks import logs
 from checks.chaos.cases import PROCESS_VERIFIER, Ground, Outcome, conclude, seconds_since
 from checks.chaos.scoring import NOTES, SCORERS
-from checks.processes import ORPHAN_S, Ending, RunningCommand, python
+from checks.processes import ORPHAN_S, Ending, RunningCommand, is_alive, python
 
 CONFIGS, SCORER = 'config', 'scorer'  # kinds
 _MEMORY_BYTES = 8 * 2**30  # a config of enormous sizes that is not refused must not take the machine along
@@ -123,19 +123,12 @@ def _left_behind(path: pathlib.Path) -> list[str]:
     """Violations: processes that scorers started and that are alive after the run, some without our mark."""
     pids = {int(line) for line in _lines(path)}
     end = time.monotonic() + ORPHAN_S
-    while (alive := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < end:
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < end:
         time.sleep(0.05)
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return [f'process {pid} of a scorer is alive' for pid in alive]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in ('Z', 'X')
-    except OSError:
-        return False
 
 
 def _lines(path: pathlib.Path) -> list[str]:

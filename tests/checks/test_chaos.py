@@ -16,7 +16,7 @@ import pytest
 from checks import logs
 from checks.chaos import __main__ as chaos
 from checks.chaos import cases, full_disk
-from checks.processes import MARK, Ending, RunningCommand, marked, python
+from checks.processes import MARK, Ending, RunningCommand, find_marked, marked, python
 
 STEPS, GROUPS = 4, 2
 
@@ -160,6 +160,11 @@ def test_logs_that_a_new_start_overwrote_are_reported(workdir):
     assert logs.check_kept_logs(workdir, before) == []
 
 
+def test_what_the_command_says_of_a_log_is_reported(workdir):
+    (violation,) = logs.check_with_commands(workdir)
+    assert violation.startswith('main_check_log: 2: error: ')
+
+
 def ending(code, stderr=''):
     return Ending(code, 1.0, '', stderr)
 
@@ -205,6 +210,13 @@ def test_a_process_of_another_mark_is_no_orphan(tmp_path):
             assert run.orphans(within_s=0.0) == []
     finally:
         other.communicate()
+
+
+def test_processes_of_a_command_are_found_by_their_words(tmp_path):
+    with RunningCommand(python('-c', 'import time; time.sleep(600)', 'one', 'role'), tmp_path) as run:
+        assert run.wait_for(lambda: find_marked(run.mark, {b'one', b'role'}) == [run.pid])
+        assert find_marked(run.mark, {b'one'}, without={b'role'}) == find_marked(run.mark, {b'two'}) == []
+        assert find_marked('another mark', {b'one'}) == []
 
 
 def test_a_command_that_does_not_end_is_a_hang_and_shows_its_stacks(tmp_path):
