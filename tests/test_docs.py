@@ -42,7 +42,8 @@ def resolve(name: str, page: pathlib.Path) -> list[pathlib.Path]:
     """Files that a page may mean: from the root, the package or the page's folder; a bare name from anywhere."""
     found = [path for folder in (ROOT, ROOT / 'areal_jax', page.parent) for path in folder.glob(name.rstrip('/'))]
     if not found and '/' not in name:
-        found = [path for folder in ('areal_jax', 'tests', 'configs', 'docs') for path in (ROOT / folder).rglob(name)]
+        folders = ('areal_jax', 'tests', 'checks', 'configs', 'docs')
+        found = [path for folder in folders for path in (ROOT / folder).rglob(name)]
     return found
 
 
@@ -102,7 +103,7 @@ def test_the_index_of_the_log_has_every_entry():
         ('[a note](docs/nothing.md#part)', ['docs/nothing.md']),
         ('`run.steps`, --config.learner.layers=list, `task.verifier_*`', []),
         ('`mesh.fsdp=4` is gone, `rollout.engines=2` too', ['rollout.engines']),
-        ('python -m areal_jax.main_report, python -m tests.chaos', []),
+        ('python -m areal_jax.main_report, python -m checks.chaos', []),
         ('python -m areal_jax.main_absent', ['areal_jax.main_absent']),
         ('python -m areal_jax.launch.local', []),
         ('python -m areal_jax.launch.absent', ['areal_jax.launch.absent']),
@@ -133,7 +134,8 @@ def test_every_harness_has_a_row():
 def test_every_raw_result_is_read():
     """By a page, a harness, a test or a table of bars; `benchmarks.simulation` names its files by their rows."""
     results = ROOT / 'benchmarks' / 'results'
-    kinds = [(ROOT / 'docs', '*.md'), (ROOT / 'benchmarks', '*.py'), (ROOT / 'tests', '*.py'), (results / 'bars', '*')]
+    code = [(ROOT / name, '*.py') for name in ('benchmarks', 'checks', 'tests')]
+    kinds = [(ROOT / 'docs', '*.md'), *code, (results / 'bars', '*')]
     texts = '\n'.join(path.read_text() for folder, kind in kinds for path in folder.rglob(kind) if path.is_file())
     raw = [path for path in results.rglob('*') if path.is_file() and path.parent.name not in ('bars', 'simulation')]
     assert [path.name for path in raw if path.name not in texts] == []

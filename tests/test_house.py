@@ -9,7 +9,7 @@ import re
 import pytest
 
 import areal_jax
-from tests.mutations import MUTATIONS, ROOT, Mutation, mutate, pattern_of
+from checks.mutations import MUTATIONS, ROOT, Mutation, mutate, pattern_of
 from tests.test_imports import parse
 
 PACKAGE = pathlib.Path(areal_jax.__file__).parent
@@ -132,7 +132,8 @@ def test_one_version():
 
 
 def test_tests_use_public_names():
-    by_file = {path: private_accesses(path.read_text()) for path in sorted((ROOT / 'tests').rglob('*.py'))}
+    paths = sorted(path for folder in ('checks', 'tests') for path in (ROOT / folder).rglob('*.py'))
+    by_file = {path: private_accesses(path.read_text()) for path in paths}
     fullest = sorted(((len(found), path) for path, found in by_file.items() if found), reverse=True)
     for count, path in fullest:
         print(count, path.relative_to(ROOT), *by_file[path], sep='\n    ')

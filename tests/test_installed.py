@@ -27,7 +27,8 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp('build') / 'clone'
     folder.mkdir()
     copy_files(folder)
-    for name in ('MANIFEST.in', 'tests/toys.py', 'docs/config.md', 'benchmarks/report.py', 'third_party/README.md'):
+    others = ('tests/toys.py', 'docs/config.md', 'benchmarks/report.py', 'checks/README.md', 'third_party/README.md')
+    for name in ('MANIFEST.in', *others):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for name in BESIDE:  # as after a run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -101,23 +102,68 @@ def call_after(session: LoopRun, step: int, call: Callable[[], object]) -> None:
     session.program.parts.metrics.listeners.append(lambda written, values: call() if written == step else None)
 
 
-def train_until_killed(run: SmallRun, step: int) -> None:
+def train_until_killed(run: SmallRun | LoopRun, step: int) -> None:
     """Trains until update `step` is published, then ends the run without a checkpoint of its own."""
 
     def die() -> NoReturn:
         raise KeyboardInterrupt
 
-    call_after(run.session, step, die)
+    call_after(run.session if isinstance(run, SmallRun) else run, step, die)
     with pytest.raises(KeyboardInterrupt):
         run.train()
+
+
+def start_killed_and_resumed(workdir: pathlib.Path, step: int, **fields) -> SmallRun:
+    """A run that goes on after it was killed when update `step` was published; it has the weights of both starts."""
+    killed = SmallRun(workdir, **fields)
+    train_until_killed(killed, step)
+    resumed = SmallRun(workdir, resume=True, **fields)
+    resumed.weights = {**killed.weights, **resumed.weights}
+    return resumed
 
 
 def resume_killed(directory: pathlib.Path, **fields) -> tuple[SmallRun, SmallRun]:
     """(a run in `directory`/whole, the same in `directory`/killed, resumed), which have equal weights and metrics."""
     whole = SmallRun(directory / 'whole', **fields).train()
-    train_until_killed(SmallRun(directory / 'killed', **fields), 3)
-    resumed = SmallRun(directory / 'killed', resume=True, **fields).train()
+    resumed = start_killed_and_resumed(directory / 'killed', 3, **fields).train()
     assert resumed.report['weights_sha256'] == whole.report['weights_sha256']
     first, second = (read_metrics(directory / name / 'metrics.jsonl') for name in ('whole', 'killed'))
     assert first == second
     return whole, resumed
+
+
+def resume_at(whole: SmallRun, workdir: pathlib.Path, step: int, **fields) -> SmallRun:
+    """A run that goes on in a copy of a finished one without its checkpoints after `step` and published versions."""
+    shutil.copytree(whole.workdir, workdir)
+    shutil.rmtree(workdir / 'publication', ignore_errors=True)
+    for path in (workdir / 'checkpoints').glob('step_*'):
+        if int(path.name.removeprefix('step_')) > step:
+            shutil.rmtree(path)
+    resumed = SmallRun(workdir, resume=True, **fields)
+    assert resumed.version_at_start == step
+    return resumed
+
+
+def open_episodes(resumed: SmallRun) -> list:
+    """The episodes of a resumed run that were under way when it was saved."""
+    running = resumed.session.program.parts.controller.snapshot()['running']
+    return [episode for group in running for episode in group.episodes if not episode.finish_reason]
+
+
+def require_same(resumed: SmallRun, whole: SmallRun) -> None:
+    """Bit for bit: the weights, what the resumed run trained on, and the metrics of every update."""
+    assert equal(resumed.final, whole.final)
+    assert tokens_of(resumed.batches) == tokens_of(whole.batches[resumed.version_at_start :])
+    assert lines_of(resumed) == lines_of(whole)
+
+
+def tokens_of(batches):
+    """With versions and log-probs, to the bit."""
+    trajectories = [t for groups in batches for g in groups for t in g.trajectories]
+    arrays = ('tokens', 'policy_versions', 'behavior_logprobs')
+    return [[getattr(t, name).tobytes() for name in arrays] for t in trajectories]
+
+
+def lines_of(run):
+    """The metrics of every update; programs are compiled once a process, not once a run."""
+    return [line | {'compilations': None} for line in read_metrics(run.workdir / 'metrics.jsonl')]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from areal_jax.plugins import load_module
 from areal_jax.report.event_log import load_events
 from areal_jax.telemetry.rollout_views import read_rollouts
 from areal_jax.types import NOT_GENERATED
-from tests.app.small import SmallRun, equal
+from tests.app.small import SmallRun, open_episodes, require_same, resume_at
 from tests.app.test_rollouts import require_equal
-from tests.app.test_session import lines_of, logprob_gaps, tokens_of
+from tests.app.test_session import logprob_gaps
 from tests.report.pages.test_slot_timeline import require_drawn
 
 AGENT = """
@@ -121,18 +120,9 @@ def test_the_log_tells_rows_forks_and_calls_of_tools(whole):
 
 @pytest.mark.parametrize('step', [1, 3])
 def test_a_resumed_run_is_the_same_bit_for_bit_and_calls_no_tool_again(whole, fields, tmp_path, step):
-    shutil.copytree(whole.workdir, tmp_path / 'at')
-    for later in range(step + 1, 6):
-        shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
-    resumed = SmallRun(tmp_path / 'at', resume=True, **fields)
-    assert resumed.version_at_start == step
-    running = resumed.session.program.parts.controller.snapshot()['running']
-    open_ones = [e for group in running for e in group.episodes if not e.finish_reason]
-    under_way = [e for e in open_ones if e.calls]
-    resumed.train()
-    assert equal(resumed.final, whole.final)
-    assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
-    assert lines_of(resumed) == lines_of(whole)
+    resumed = resume_at(whole, tmp_path / 'at', step, **fields)
+    under_way = [episode for episode in open_episodes(resumed) if episode.calls]
+    require_same(resumed.train(), whole)
     assert any(any(call.reply for call in e.calls) for e in under_way)  # some had had an answer
     assert any(e.results for e in under_way)
     described = take_described(fields)

@@ -4,8 +4,7 @@ import shutil
 
 import pytest
 
-from tests.app.small import SmallRun, equal, train_until_killed
-from tests.app.test_session import tokens_of
+from tests.app.small import SmallRun, equal, tokens_of, train_until_killed
 
 pytestmark = pytest.mark.slow  # programs in bfloat16, which no other small run has
 FILES = {'publication__channel': 'files', 'publication__dtype': 'bfloat16'}

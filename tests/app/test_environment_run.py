@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax import main_check_log, main_replay
 from areal_jax.types import NOT_GENERATED
-from tests.app.small import SmallRun, train_until_killed
+from tests.app.small import start_killed_and_resumed
 from tests.app.test_agent_run import episodes
 from tests.app.test_program_run import FIELDS
 from tests.app.test_session import logprob_gaps
@@ -35,11 +35,8 @@ def killed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('PYTHONPATH', str(TOY))
         patch.setenv('AREAL_JAX_VERIFIERS_PYTHON', sys.executable)
-        first = SmallRun(directory / 'run', **fields)
-        train_until_killed(first, 2)
-        resumed = SmallRun(directory / 'run', resume=True, **fields)
+        resumed = start_killed_and_resumed(directory / 'run', 2, **fields)
         assert resumed.version_at_start >= 1
-        resumed.weights = {**first.weights, **resumed.weights}
         yield resumed.train()
 
 

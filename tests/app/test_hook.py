@@ -11,7 +11,7 @@ from areal_jax.app.library import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.run.test_supervised import sft_config
-from tests.app.small import SmallRun, train_until_killed
+from tests.app.small import SmallRun, start_killed_and_resumed
 
 KEEPS = """
 import json, time
@@ -71,9 +71,7 @@ def test_a_hook_that_blocks_and_raises_holds_nothing_up(tmp_path: pathlib.Path, 
 def test_a_resumed_run_repeats_no_row(tmp_path: pathlib.Path, hook_file: pathlib.Path):
     workdir = tmp_path / 'run'
     fields = {'telemetry__hook': f'{hook_file}:log', 'checkpoint__every': 2}
-    killed = SmallRun(workdir, **fields)
-    train_until_killed(killed, 3)
-    SmallRun(workdir, resume=True, **fields).train()
+    start_killed_and_resumed(workdir, 3, **fields).train()
     assert [row['step'] for row in rows(workdir)] == [1, 2, 3, 4, 5]
 
 

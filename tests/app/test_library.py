@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import gc
 import itertools
 import json
@@ -121,16 +122,11 @@ def test_a_failed_run_keeps_no_weights_alive(tmp_path, monkeypatch):
     assert holders == []
 
 
-def test_in_a_running_event_loop(report, tmp_path):
+@pytest.mark.parametrize('in_thread', [False, True], ids=['in the loop', 'in a thread of the caller'])
+def test_in_a_running_event_loop(report, tmp_path, in_thread):
     async def cell():
-        return areal_jax.train(small_config(run__steps=3), tmp_path)
-
-    assert asyncio.run(cell())['weights_sha256'] == report['weights_sha256']
-
-
-def test_from_a_thread_of_the_caller(report, tmp_path):
-    async def cell():
-        return await asyncio.to_thread(areal_jax.train, small_config(run__steps=3), tmp_path)
+        call = functools.partial(areal_jax.train, small_config(run__steps=3), tmp_path)
+        return await asyncio.to_thread(call) if in_thread else call()
 
     assert asyncio.run(cell())['weights_sha256'] == report['weights_sha256']
 

@@ -88,8 +88,6 @@ def test_a_benchmark_is_one_flag(tmp_path):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--model=runs/nothing'], '--model=runs/nothing: there is no such file or directory; give the --workdir of'),
-        (['--benchmark=nothing.jsonl'], '--benchmark=nothing.jsonl cannot be read (No such file or directory)'),
         (['--json=nowhere/file.json'], '--json=nowhere/file.json cannot be written: name a file in a directory that'),
         (['--config.run.steps=7'], 'set but never read: run.steps=7. This run does not use it: remove'),
         (['--modle=runs/a'], '--modle is not a flag; did you mean --model?'),

@@ -168,7 +168,6 @@ def test_no_jax_is_imported(tmp_path):
         (['--answers='], '--answers is missing: name a file of JSON lines, e.g. --answers=answers.jsonl'),
         (['--answers=none.jsonl'], '--answers=none.jsonl cannot be read (No such file or directory); name a file'),
         (['--workers=two'], "--workers=two: invalid literal for int() with base 10: 'two'"),
-        (['--workers=0'], 'task.verifier_workers=0 must be at least 1'),
         (['--config.run.steps=7'], 'set but never read: run.steps=7. This run does not use it: remove'),
         (
             ['--config.task.reward=none.py:score'],

@@ -2,15 +2,14 @@
 
 import json
 import pathlib
-import shutil
 
 import numpy as np
 import pytest
 
 from areal_jax.tasks.scoring.verifier import InlineVerifier
 from areal_jax.types import NOT_GENERATED
-from tests.app.small import SmallRun, equal
-from tests.app.test_session import lines_of, logprob_gaps, tokens_of
+from tests.app.small import SmallRun, open_episodes, require_same, resume_at
+from tests.app.test_session import logprob_gaps
 
 TWO_TURNS = f'{pathlib.Path(__file__).parents[2]}/configs/templates/two_turns.py:build'
 FIELDS = {
@@ -73,18 +72,9 @@ def test_noise_is_not_repeated_in_the_second_turn(whole):
 
 @pytest.mark.parametrize('step', [1, 3])
 def test_a_resumed_run_is_the_same_bit_for_bit_within_both_turns(whole, tmp_path, step):
-    shutil.copytree(whole.workdir, tmp_path / 'at')
-    for later in range(step + 1, 6):
-        shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
-    resumed = SmallRun(tmp_path / 'at', resume=True, **FIELDS)
-    assert resumed.version_at_start == step
-    running = resumed.session.program.parts.controller.snapshot()['running']
-    open_ones = [e for group in running for e in group.episodes if not e.finish_reason]
-    turns = [any(s.policy_version == NOT_GENERATED for s in e.segments) for e in open_ones if e.segments]
-    resumed.train()
-    assert equal(resumed.final, whole.final)
-    assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
-    assert lines_of(resumed) == lines_of(whole)
+    resumed = resume_at(whole, tmp_path / 'at', step, **FIELDS)
+    turns = [any(s.policy_version == NOT_GENERATED for s in e.segments) for e in open_episodes(resumed)]
+    require_same(resumed.train(), whole)
     assert any(turns)  # some answers were in their second turn
 
 

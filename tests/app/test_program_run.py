@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax import main_check_log, main_replay
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun, train_until_killed
+from tests.app.small import start_killed_and_resumed
 from tests.app.test_agent_run import episodes
 from tests.app.test_session import logprob_gaps
 
@@ -44,11 +44,8 @@ def killed(tmp_path_factory):
     (directory / 'program.py').write_text(PROGRAM)
     command = f'{sys.executable} {directory}/program.py {directory}/turns'
     fields = {**FIELDS, 'agent__command': command}
-    first = SmallRun(directory / 'run', **fields)
-    train_until_killed(first, 3)
-    resumed = SmallRun(directory / 'run', resume=True, **fields)
+    resumed = start_killed_and_resumed(directory / 'run', 3, **fields)
     assert resumed.version_at_start >= 1
-    resumed.weights = {**first.weights, **resumed.weights}
     return resumed.train()
 
 

@@ -14,7 +14,7 @@ from areal_jax.app.workdir.records import read_workdir
 from areal_jax.report.rules.log_rules import Limits, find_violation
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.telemetry.names import COMPILATIONS
-from tests.app.small import SmallRun, equal, small_config, train_until_killed
+from tests.app.small import SmallRun, equal, small_config, start_killed_and_resumed
 
 PLAN = {2: ('fsdp=4', 4), 3: ('fsdp=2', 6), 4: ('data=1', 7), 5: ('fsdp=4', 1)}
 BEGIN = {
@@ -54,8 +54,7 @@ def test_a_killed_run_goes_through_the_same_moves(tmp_path, moving):
     """Four moves; killed after the second one, resumed from the checkpoint before it."""
     fields = moving | {'checkpoint__every': 1}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
-    train_until_killed(SmallRun(tmp_path / 'killed', **fields), 3)
-    resumed = SmallRun(tmp_path / 'killed', resume=True, **fields).train()
+    resumed = start_killed_and_resumed(tmp_path / 'killed', 3, **fields).train()
     for run in (whole, resumed):
         moves = moves_of(run)
         assert [move['update'] for move in moves] == [*PLAN]

@@ -12,7 +12,7 @@ from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config.fields import ConfigError
 from tests.app.run.test_supervised import final, metrics, run, sft_config
-from tests.app.small import SmallRun, call_after, equal
+from tests.app.small import SmallRun, equal, train_until_killed
 
 FIELDS = {'run__steps': 2, 'evaluation__problems': 4, 'evaluation__samples': 1}
 
@@ -29,13 +29,6 @@ def copy(finished, tmp_path):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def die_after(small, step):
-    def die():
-        raise KeyboardInterrupt  # nothing is saved, as after kill -9
-
-    call_after(small.session, step, die)
 
 
 def test_a_finished_run_has_a_checkpoint_of_its_last_weights(finished):
@@ -92,10 +85,7 @@ def test_a_run_killed_before_its_report_makes_it_at_the_resume(finished, tmp_pat
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(finished, tmp_path, capsys):
-    killed = SmallRun(tmp_path, **FIELDS)
-    die_after(killed, 1)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    train_until_killed(SmallRun(tmp_path, **FIELDS), 1)
     assert not (tmp_path / 'checkpoints').exists()
     with pytest.raises(
         ConfigError, match=r'go on with --resume, which starts again at update 0, since it has no check'

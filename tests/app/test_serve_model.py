@@ -14,7 +14,7 @@ from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.model.model import describe_model
 from areal_jax.app.process.ending import CallerInterrupts
 from areal_jax.app.roles.serve import serve_model
-from areal_jax.config import TrackedConfig
+from areal_jax.config import ConfigError, TrackedConfig
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError
@@ -159,6 +159,18 @@ def test_an_unknown_notation_is_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / 'config.json').write_text('{}')  # a directory of a model that cannot be loaded
     config = small_config(run__clock='real', server__notation='qwen')
     with pytest.raises(UserError, match=r"^server\.notation='qwen' is neither hermes nor a renderer .*, qwen3, "):
+        serve_model(config, bind('127.0.0.1', 0), model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'says'),
+    [('cluster.engines', '2 x shared', 'a server has one'), ('run.clock', 'virtual', 'use run.clock=real')],
+)
+def test_what_a_server_cannot_have_is_refused_before_a_model_is_loaded(tmp_path, field, value, says):
+    (tmp_path / 'config.json').write_text('{}')
+    config = small_config(run__clock='real')
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(ConfigError, match=says):
         serve_model(config, bind('127.0.0.1', 0), model=str(tmp_path))
 
 

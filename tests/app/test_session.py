@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 import threading
 
 import jax
@@ -17,9 +16,8 @@ from areal_jax.learning.programs import AHEAD, CompiledPrograms
 from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
-from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.types import GenerationRequest, Segment, Trajectory, TrajectoryGroup
-from tests.app.small import SmallRun, equal, small_config
+from tests.app.small import SmallRun, equal, require_same, resume_at, small_config, start_killed_and_resumed
 from tests.app.sweep.toy_sweep import NoSignals
 
 
@@ -180,33 +178,16 @@ def score(session, version, prompt, request, tokens, logprobs):
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_before, groups):
     fields = {'checkpoint__every': 2, 'run__steps': 6, 'checkpoint__keep': 3, 'rollout__max_running_groups': groups}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
-    stopped = SmallRun(tmp_path / 'stopped', **fields)
-    die = stopped.session.program.parts.controller._on_step
-
-    def die_after(record):
-        die(record)
-        if record.step == steps_before + 1:
-            raise KeyboardInterrupt  # nothing after the checkpoint is saved, as after kill -9
-
-    stopped.session.program.parts.controller._on_step = die_after
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train()
-    resumed = SmallRun(tmp_path / 'stopped', resume=True, **fields)
+    resumed = start_killed_and_resumed(tmp_path / 'stopped', steps_before + 1, **fields)
     assert resumed.version_at_start == steps_before
     resumed.train()
-    assert equal(resumed.final, whole.final)
+    require_same(resumed, whole)
     consumed = [e['draws'] for e in resumed.events if e['kind'] == 'consume']
     assert consumed == [e['draws'] for e in whole.events if e['kind'] == 'consume']
     assert resumed.report['steps'] == 6
-    assert lines_of(resumed) == lines_of(whole)
     assert events_of(resumed) == events_of(whole)
     numbers = [e['run'] for e in resumed.events if e['kind'] == 'run_start']
     assert sorted(numbers) == [*range(len(numbers))]
-
-
-def lines_of(run):
-    """The metrics of every update; programs are compiled once a process, not once a run."""
-    return [line | {'compilations': None} for line in read_metrics(run.workdir / 'metrics.jsonl')]
 
 
 def events_of(run):
@@ -245,23 +226,7 @@ def test_a_resumed_lock_step_run_equals_the_uninterrupted_one(tmp_path, schedule
     fields |= {'checkpoint__every': 1, 'checkpoint__keep': 6, 'run__steps': 6}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
     for step in (1, 4):
-        at = tmp_path / str(step)
-        shutil.copytree(whole.workdir, at)
-        shutil.rmtree(at / 'publication', ignore_errors=True)  # its versions come out of the checkpoint
-        for later in range(step + 1, 7):
-            shutil.rmtree(at / 'checkpoints' / f'step_{later:08d}')
-        resumed = SmallRun(at, resume=True, **fields)
-        assert resumed.version_at_start == step
-        resumed.train()
-        assert equal(resumed.final, whole.final)
-        assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
-
-
-def tokens_of(batches):
-    """With versions and log-probs, to the bit."""
-    trajectories = [t for groups in batches for g in groups for t in g.trajectories]
-    arrays = ('tokens', 'policy_versions', 'behavior_logprobs')
-    return [[getattr(t, name).tobytes() for name in arrays] for t in trajectories]
+        require_same(resume_at(whole, tmp_path / str(step), step, **fields).train(), whole)
 
 
 def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.telemetry.token_ledger import IN_BATCH, LedgerError
-from tests.app.small import SmallRun, equal, train_until_killed
+from tests.app.small import SmallRun, equal, start_killed_and_resumed
 
 MASK = {'staleness__max_token_age': 0, 'staleness__over_age': 'mask'}
 
@@ -63,9 +63,7 @@ def test_every_row_and_the_end_close(masked):
 
 
 def test_a_killed_run_closes_after_its_resume(masked, tmp_path):
-    killed = SmallRun(tmp_path, run__steps=4, checkpoint__every=2, **MASK)
-    train_until_killed(killed, 3)
-    resumed = SmallRun(tmp_path, resume=True, run__steps=4, checkpoint__every=2, **MASK).train()
+    resumed = start_killed_and_resumed(tmp_path, 3, run__steps=4, checkpoint__every=2, **MASK).train()
     assert resumed.report['token_fates']['fault'] == ''
     assert [balance(row) for row in rows(resumed)] == [(n, n) for n, _ in map(balance, rows(resumed))]
     assert equal(resumed.final, masked.final)

@@ -55,3 +55,9 @@ def test_a_run_with_an_engine_of_two_devices_and_one_of_one_is_that_with_equal_e
 def test_what_takes_equal_engines_alone_refuses_others(fields, message):
     with pytest.raises(ConfigError, match=message):
         validate(small_config(cluster__engines=UNEQUAL, **fields))
+
+
+def test_devices_that_do_not_divide_the_heads_are_refused_with_both_numbers(tmp_path):
+    message = 'tensor=2 of cluster.engines does not divide the 2 query heads and 1 key heads of the model'
+    with pytest.raises(ConfigError, match=message):
+        SmallRun(tmp_path, cluster__engines='2 x tensor=2', model__n_heads=2, model__n_kv_heads=1)

@@ -34,20 +34,20 @@ def calls(*cpu_s, tokens=1, wall=2.0, **parts):
 # Ratios.
 
 
-def test_a_speed_is_judged_by_the_lower_quartile():
-    found = ratio(calls(1, 1, 1, 1, 1), calls(1.0, 1.3, 1.4, 1.6, 2.0), 'cpu_s', Bar(1.4, True))
-    assert (found.median, found.quartile) == pytest.approx((1.4, 1.3))
+ONES = (1, 1, 1, 1, 1)
 
 
-def test_a_cost_is_judged_by_the_upper_quartile():
-    found = ratio(calls(1.0, 1.1, 1.2, 1.3, 1.9), calls(1, 1, 1, 1, 1), 'cpu_s', Bar(1.2, False))
-    assert (found.median, found.quartile) == pytest.approx((1.2, 1.3))
-
-
-def test_a_ratio_is_taken_within_each_turn():
-    """A machine that gets twice as slow slows both sides of a turn."""
-    found = ratio(calls(1, 2, 4), calls(3, 6, 12), 'cpu_s', Bar(1, True))
-    assert (found.median, found.quartile) == pytest.approx((3, 3))
+@pytest.mark.parametrize(
+    ('ours', 'peer', 'bar', 'expected'),
+    [
+        (ONES, (1.0, 1.3, 1.4, 1.6, 2.0), Bar(1.4, True), (1.4, 1.3)),  # a speed is judged by the lower quartile
+        ((1.0, 1.1, 1.2, 1.3, 1.9), ONES, Bar(1.2, False), (1.2, 1.3)),  # a cost by the upper one
+        ((1, 2, 4), (3, 6, 12), Bar(1, True), (3, 3)),  # a machine that gets slow slows both sides of a turn
+    ],
+)
+def test_a_ratio_has_the_median_and_a_quartile_of_its_turns(ours, peer, bar, expected):
+    found = ratio(calls(*ours), calls(*peer), 'cpu_s', bar)
+    assert (found.median, found.quartile) == pytest.approx(expected)
 
 
 def test_the_part_that_a_side_measured_is_what_counts():
@@ -65,16 +65,18 @@ def test_the_better_peer_counts_in_each_clock():
     assert not compare(ours, peers, Bar(1.4, True), ('cpu_s', 'wall_s'))['met']  # wall seconds are judged too
 
 
-@pytest.mark.parametrize(('quartile', 'met'), [(1.27, True), (1.25, False)])
-def test_a_bar_is_met_by_the_median_where_the_quartile_comes_within_a_tenth(quartile, met):
-    row = compare(calls(1, 1, 1, 1, 1), {'peer': calls(1.0, quartile, 1.5, 1.5, 1.5)}, Bar(1.4, True), ('cpu_s',))
-    assert (row['ratio_cpu'], row['quartile_cpu'], row['met']) == (1.5, quartile, met)
-
-
-@pytest.mark.parametrize(('quartile', 'met'), [(1.31, True), (1.33, False)])
-def test_a_cost_is_met_likewise(quartile, met):
-    row = compare(calls(1.0, 1.1, 1.2, quartile, 2), {'peer': calls(1, 1, 1, 1, 1)}, Bar(1.2, False), ('cpu_s',))
-    assert (row['ratio_cpu'], row['quartile_cpu'], row['met']) == (1.2, quartile, met)
+@pytest.mark.parametrize(
+    ('ours', 'peer', 'bar', 'expected'),
+    [
+        *((ONES, (1.0, quartile, 1.5, 1.5, 1.5), Bar(1.4, True), (1.5, quartile, met))
+          for quartile, met in ((1.27, True), (1.25, False))),
+        *(((1.0, 1.1, 1.2, quartile, 2), ONES, Bar(1.2, False), (1.2, quartile, met))
+          for quartile, met in ((1.31, True), (1.33, False))),
+    ],
+)  # fmt: skip
+def test_a_bar_is_met_by_the_median_where_the_quartile_comes_within_a_tenth(ours, peer, bar, expected):
+    row = compare(calls(*ours), {'peer': calls(*peer)}, bar, ('cpu_s',))
+    assert (row['ratio_cpu'], row['quartile_cpu'], row['met']) == expected
 
 
 # Work.
@@ -113,14 +115,12 @@ def test_a_head_has_short_answers_of_the_first_requests():
 # The command.
 
 
-def test_a_row_without_its_peer_names_the_option():
-    with pytest.raises(UserError, match=r'row 2 needs --torch_python=PYTHON'):
-        generation.read_options(['--rows=2'])
-
-
-def test_an_unknown_row_is_refused():
-    with pytest.raises(UserError, match=r'--rows has 10; there are rows 1 to 9'):
-        generation.read_options(['--rows=4,10'])
+@pytest.mark.parametrize(
+    ('rows', 'said'), [('2', 'row 2 needs --torch_python=PYTHON'), ('4,10', '--rows has 10; there are rows 1 to 9')]
+)
+def test_a_row_without_its_peer_and_an_unknown_one_are_refused(rows, said):
+    with pytest.raises(UserError, match=said):
+        generation.read_options([f'--rows={rows}'])
 
 
 def test_every_row_has_the_bars_of_the_table(monkeypatch, tmp_path):

@@ -71,50 +71,18 @@ _ROUTES = {
 }  # fmt: skip
 
 BAD = [
-    ({'run.clock': 'fast'}, r"run\.clock='fast' is not known; use one of real, virtual"),
-    ({'run.steps': 0}, r'run\.steps=0 must be at least 1'),
-    ({'rollout.temperature': 0.0}, r'rollout\.temperature=0\.0 must be above 0'),
     ({'rollout.top_p': 0.0}, r'rollout\.top_p=0\.0'),
-    ({'staleness.eta': -1.0}, r'staleness\.eta=-1\.0 must be at least 0'),
-    ({'staleness.eta': 2.0, 'staleness.schedule': 'fixed(3)'}, r"schedule='fixed\(3\)'.*staleness\.eta=2\.0.*remove"),
-    (
-        {'staleness.schedule': 'fixed(3)', 'staleness.over_age': 'drop', 'staleness.max_token_age': 2},
-        r"schedule='fixed\(3\)' fixes the age of every batch, so staleness\.over_age='drop'",
-    ),
-    ({'staleness.max_token_age': 3}, r"max_token_age=3 and staleness\.over_age='off' go together"),
-    ({'staleness.over_age': 'drop'}, r"max_token_age=None and staleness\.over_age='drop' go together"),
     (
         {'rollout.top_p': 0.9},
         r"rollout\.top_k=0 and rollout\.top_p=0\.9 draw .* loss\.truncated_sampling='full_softmax' \(it is 'refuse'\)",
     ),
     ({'rollout.top_k': 5}, r'rollout\.top_k=5 and rollout\.top_p=1\.0 draw from a part of the softmax'),
-    ({'rollout.group_size': 1}, r'rollout\.group_size=1.*use rollout\.group_size >= 2'),
-    (
-        {'rollout.group_size': 1, 'learner.filter_equal_rewards': False, 'loss.entropy_coefficient': 0.1},
-        r'rollout\.group_size=1.*use rollout\.group_size >= 2',
-    ),
-    ({'run.steps': 2**31}, r'run\.steps=2147483648 must be at least 1 and below 2\^31'),
-    ({'cluster.engines': '2000 x shared'}, r"cluster\.engines='2000 x shared': '2000' engines .* from 1 to 1024"),
-    ({'run.stall_timeout_s': 1e30}, r'run\.stall_timeout_s=1e\+30 must be above 0 and at most 1e6'),
-    ({'rollout.prefill_buckets': ('a',)}, r"rollout\.prefill_buckets=\('a',\) must be a tuple of whole numbers"),
-    ({'lora.targets': (3,)}, r'lora\.targets=\(3,\) must be a tuple of texts'),
     ({'task.system_prompt': 'a\0b'}, r"task\.system_prompt='a\\x00b' must be text in UTF-8, without zero bytes"),
-    ({'buffer.capacity': 3}, r'buffer\.capacity=3 can never hold learner\.groups_per_update=8'),
-    ({'rollout.max_new_tokens': 64}, r'rollout\.max_new_tokens=64 leaves no room.*context_tokens=64'),
-    ({'rollout.block_tokens': 65}, r'block_tokens=65 exceeds rollout\.context_tokens=64, .*lower it to 64 or less'),
     (
         {'rollout.block_tokens': 48, 'rollout.cache_tokens': 95},  # a sequence of 64 takes two blocks of 48
         r'cache_tokens=95 holds no sequence of rollout\.context_tokens=64 in blocks of rollout\.block_tokens=48; '
         r'raise it to 96 or more, or set 0$',
     ),
-    ({'rollout.cache_tokens': -1}, r'rollout\.cache_tokens=-1 must not be negative'),
-    ({'learner.row_tokens': 32}, r'learner\.row_tokens=32 must hold.*context_tokens=64'),
-    ({'learner.row_loss_tokens': 8}, r'learner\.row_loss_tokens=8 must hold.*max_new_tokens=16'),
-    (
-        {'cluster.learner': 'fsdp=4'},
-        r"rows_per_microbatch=1 must be a multiple of data \* fsdp \* expert = 4 of cluster\.learner='fsdp=4'",
-    ),
-    ({'model.source': 'gguf'}, r"model\.source='gguf' needs model\.path"),
     (
         {'task.name': 'jsonl', 'task.path': 'x', 'task.answer': 'math', 'task.verifier': 'inline'},
         r"task\.verifier='inline' cannot end .* task\.answer='math' needs; use task\.verifier='process'",
@@ -123,23 +91,10 @@ BAD = [
         {'task.answer': 'maths'},
         r"task\.answer='maths' is not known; use one of integer, number, exact, normalised, math",
     ),
-    (
-        {'rollout.prefill_buckets': ()},
-        r'prefill_buckets=\(\) leaves no program .*context_tokens=64 tokens; name',
-    ),
-    ({'model.n_kv_heads': 3}, r'model\.n_heads=4 must be a multiple of model\.n_kv_heads=3'),
-    ({'model.head_dim': 7}, r'model\.head_dim=7 must be even'),
-    ({'cluster.learner': 'fsdp=0'}, r"cluster\.learner='fsdp=0': the size of fsdp must be .* at least 1"),
-    ({'optimizer.learning_rate': -1e-4}, r'optimizer\.learning_rate=-0\.0001 must not be negative, infinite or NaN'),
     ({'optimizer.learning_rate': None}, r'optimizer\.learning_rate=None must be a number'),
-    ({'optimizer.b2': 1.0}, r'optimizer\.b2=1\.0 must lie in \[0, 1\)'),
     ({'optimizer.b2': 1 - 1e-9}, r'optimizer\.b2=0\.999999999 must lie in \[0, 1\), in float32'),  # rounds to 1 there
-    ({'optimizer.eps': 0.0}, r'optimizer\.eps=0\.0 must be above 0 and finite'),
     ({'optimizer.eps': 1e-50}, r'optimizer\.eps=1e-50 must be above 0 and finite, in float32'),  # rounds to 0 there
-    ({'loss.clip_epsilon': 1.5}, r'loss\.clip_epsilon=1\.5 must lie in \(0, 1\]'),
     ({'loss.clip_epsilon_high': 0.0}, r'clip_epsilon_high=0\.0 must be above 0 and finite, in float32, or be None'),
-    ({'lora.rank': -1}, r'lora\.rank=-1 must not be negative'),
-    ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
     (
         {'rollout.server': 'tgi'},
         r"server='tgi' is not known; use one of in_process, own, vllm, sglang, jetstream, external",

@@ -137,14 +137,9 @@ def test_what_trains_nothing_uses_what_it_notes():
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'learner.fill': 'padded'}, r"learner.fill='padded' .* set learner.packing='ordinary'"),
         (
             {'learner.row_buckets': (64, 256)},
             r'learner\.row_buckets=\(64, 256\) must lie below learner\.row_tokens=256',
-        ),
-        (
-            {'learner.tail_buckets': 1, 'learner.accumulate': 'scan'},
-            r"learner\.tail_buckets=1 needs .*'dispatch', or learner\.tail_buckets=0",
         ),
         (
             {'learner.row_buckets': (64,), 'learner.accumulate': 'scan'},

@@ -63,9 +63,10 @@ def test_devices_go_to_the_busier_side_after_so_many_updates_in_a_row():
         assert automatic().choose(9, SPLITS[1], measured) == SPLITS[expected], measured
 
 
-def test_devices_go_to_the_best_split_at_once():
-    assert automatic().choose(9, SPLITS[0], [seconds(30.0, 1.0)] * 3) == SPLITS[2]
-    assert automatic().choose(9, SPLITS[2], [seconds(1.0, 30.0)] * 3) == SPLITS[0]
+@pytest.mark.parametrize(('held', 'learner', 'engines', 'best'), [(0, 30.0, 1.0, 2), (2, 1.0, 30.0, 0)])
+def test_devices_go_to_the_best_split_at_once_and_stay_at_the_end_of_the_ladder(held, learner, engines, best):
+    for now, count in ((held, 3), (best, 9)):
+        assert automatic().choose(9, SPLITS[now], [seconds(learner, engines)] * count) == SPLITS[best]
 
 
 def test_engines_with_idle_slots_count_by_the_seconds_that_full_ones_need():
@@ -196,11 +197,6 @@ def test_the_gain_must_be_above_the_threshold():
     measured = [seconds(12.0, 7.0)] * 3  # predicts a seventh
     assert automatic(gain=0.14).choose(9, SPLITS[1], measured) == SPLITS[2]
     assert automatic(gain=0.15).choose(9, SPLITS[1], measured) == SPLITS[1]
-
-
-def test_the_ends_of_the_ladder_hold():
-    assert automatic().choose(9, SPLITS[2], [seconds(50.0, 1.0)] * 9) == SPLITS[2]
-    assert automatic().choose(9, SPLITS[0], [seconds(1.0, 50.0)] * 9) == SPLITS[0]
 
 
 def test_a_move_back_waits_twice_as_long_each_time():

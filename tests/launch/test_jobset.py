@@ -231,7 +231,6 @@ def test_an_engine_or_exporter_that_is_evicted_is_made_again(capsys, monkeypatch
         (['--workdir=/home/me/run'], '--workdir=/home/me/run is not below --mount=/mnt/runs'),
         (['--engine_accelerator=gpu'], '--engine_accelerator=gpu needs --engine_node_selector'),
         (['--name=A_b'], "--name='A_b' cannot name a JobSet"),
-        (['--config.cluster.learner=fsdp=16'], "use cluster.learner='hosts=1 x fsdp=16'"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_in_one_sentence(flags, said, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 
 from areal_jax.app.command_line import load_config
 from areal_jax.config import flatten
+from checks.processes import is_alive
 from launch import local
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -73,13 +74,6 @@ def wait_until(holds, what):
     while not holds():
         assert time.monotonic() < end_s, f'waited for {what}'
         time.sleep(0.02)
-
-
-def is_alive(pid):
-    try:
-        return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
-    except OSError:
-        return False
 
 
 def keeper_of(pid):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.chaos.processes import RunningCommand, python
+from checks.processes import RunningCommand, python
 
 UPDATES, KILLED_AT = 16, 10  # after the checkpoint of update 8, so that two updates are made again
 MOST_BYTES, MOST_SHARE = 20 * 10**6, 0.01

@@ -60,11 +60,6 @@ def test_the_plan_is_the_golden_one(name, capsys):
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
-        (['--accelerator=v9'], "--accelerator='v9' is not known: use v4, v5p, v5e, v6e, v7x, gpu or cpu"),
-        (
-            ['--topology=2x2x3'],
-            "the topology '2x2x3' is none of v4; those that are known are 2x2x1, 2x2x2, 2x2x4, 2x4x4",
-        ),
         (
             ['--topology=4x4x4'],
             "cluster.learner='hosts=2 x fsdp=8' asks for 2 x 4 devices, and a slice of v4 4x4x4 has 16 x 4: make",

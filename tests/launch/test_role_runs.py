@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_jax.registry import read_entries
-from tests.launch.test_local import is_alive
+from checks.logs import check_with_commands
+from checks.processes import is_alive
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = '--config=configs/tiny_cpu.py'
@@ -110,8 +111,7 @@ def test_a_run_survives_its_roles(tmp_path):
     trained = [draw for event in run.events('consume') for draw in event['draws']]
     assert len(trained) == len(set(trained))
     assert [event['version'] for event in run.events('publish')] == list(range(1, 17))
-    check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
-    assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
+    assert check_with_commands(run.workdir) == []
     assert not any(is_alive(entry.process) for entry in read_entries(run.workdir))
 
 
@@ -164,8 +164,7 @@ def test_evaluation_and_export_run_beside_training(tmp_path):
     done = [event['version'] for event in run.events('evaluation_done')]
     assert done
     assert {path.name for path in (run.workdir / 'exports').iterdir()} == {'4', '8'}
-    check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
-    assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
+    assert check_with_commands(run.workdir) == []
     curve = json.loads((run.workdir / 'report.json').read_text())['evaluation_curve']
     assert [row['version'] for row in curve] == done
     for row in curve:

@@ -40,16 +40,21 @@ def test_an_interpreter_without_the_server_is_refused(kind, title):
     )
 
 
-def test_an_interpreter_without_jetstream_is_refused(tmp_path):
-    python = tmp_path / 'python'
+@pytest.mark.parametrize(
+    ('command', 'variable', 'lacks', 'them'),
+    [
+        (('test_external.sh', 'jetstream'), 'JETSTREAM', 'has no JetStream or no pytest', 'both'),
+        (('test_agents.sh',), 'AGENTS', 'lacks openai, openai-agents, pydantic-ai-slim or anthropic', 'them'),
+    ],
+)
+def test_an_interpreter_without_the_packages_is_refused(tmp_path, command, variable, lacks, them):
+    python, variable = tmp_path / 'python', f'AREAL_JAX_{variable}_PYTHON'
     python.write_text('#!/bin/bash\nexit 1\n')
     python.chmod(0o755)
-    code, said = run('launch/test_external.sh', 'jetstream', AREAL_JAX_JETSTREAM_PYTHON=str(python))
+    code, said = run(f'launch/{command[0]}', *command[1:], **{variable: str(python)})
     assert code == 2
-    assert said == (
-        f'error: AREAL_JAX_JETSTREAM_PYTHON={python} has no JetStream or no pytest: name an interpreter that has both, '
-        'or unset the variable\n'
-    )
+    name = f'name an interpreter that has {them}, or unset the variable'
+    assert said == f'error: {variable}={python} {lacks}: {name}\n'
 
 
 def test_an_interpreter_without_lm_eval_is_refused_with_what_to_install():
@@ -64,18 +69,6 @@ def test_a_missing_schemathesis_is_refused_with_what_to_install():
     assert code == 2
     assert said.startswith('error: AREAL_JAX_SCHEMATHESIS=no-such-command names no command that runs')
     assert 'pip install schemathesis' in said
-
-
-def test_an_interpreter_without_the_packages_of_agents_is_refused(tmp_path):
-    python = tmp_path / 'python'
-    python.write_text('#!/bin/bash\nexit 1\n')
-    python.chmod(0o755)
-    code, said = run('launch/test_agents.sh', AREAL_JAX_AGENTS_PYTHON=str(python))
-    assert code == 2
-    assert said == (
-        f'error: AREAL_JAX_AGENTS_PYTHON={python} lacks openai, openai-agents, pydantic-ai-slim or anthropic: name an '
-        'interpreter that has them, or unset the variable\n'
-    )
 
 
 @pytest.mark.parametrize('arguments', [(), ('tgi',)])

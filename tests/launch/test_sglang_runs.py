@@ -5,16 +5,15 @@ launch/test_external.sh sets it. The task is that of configs/tiny_cpu.py, the mo
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from areal_jax.app.roles.server_program import find_directory
 from areal_jax.registry import read_entries
 from areal_jax.report.aggregates import conservation
-from tests.launch.test_local import is_alive
-from tests.launch.test_role_runs import ROOT, Launched
+from checks.logs import check_with_commands
+from checks.processes import is_alive
+from tests.launch.test_role_runs import Launched
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +38,7 @@ def require_whole(run, output, starts):
     assert len([e for e in events if e['kind'] == 'engine_state' and e['state'] == 'serving']) == starts
     assert {e['outcome'] for e in events if e['kind'] == 'probe'} == {'passed'}
     assert output.count('was ended by SIGKILL') == starts - 1
-    check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
-    assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
+    assert check_with_commands(run.workdir) == []
     assert not any(is_alive(entry.process) for entry in read_entries(run.workdir))
     return report
 

@@ -80,7 +80,6 @@ def test_engines_fill_the_gpus_that_the_learner_leaves(capsys):
         (['--workdir=/tmp/a'], '--workdir=/tmp/a is in /tmp, which each of the 5 nodes has for itself'),
         (['--workdir=/shared/50%'], "--workdir=/shared/50% has '%' in it"),
         (['--workdir=/shared/run#2'], "--workdir='/shared/run#2' has '#' in it"),
-        (['--workdir=gs://bucket/a'], '--workdir=gs://bucket/a is a URL, and a run needs a directory'),
         (['--sweep', '--workdir=gs://bucket/a'], '--workdir=gs://bucket/a is a URL, and a run needs a directory'),
         (['--host=10.0.0.1'], '--host=10.0.0.1 would be the address of the roles of all 5 nodes: leave it out'),
         (['--job_name=my run'], "--job_name='my run' has ' ' in it"),

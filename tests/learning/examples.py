@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from areal_jax.app.parts.learner_builder import build_learner_settings
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.training import OptimizerSection
+from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.optimizer import make_optimizer as make
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
+from areal_jax.sharding.rules import make_mesh
+from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup, Tree
 
 
 def segment(tokens: Sequence[int], version: int, logprobs: Sequence[float] | None = None) -> Segment:
@@ -119,6 +125,30 @@ def learner_settings(**changes: object) -> LearnerSettings:
     if choices:
         changes['objective'] = PolicyObjective(dataclasses.replace(settings.objective.choices, **choices))
     return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})
+
+
+@functools.cache
+def tiny_params(n_layers: int) -> Tree:
+    """Weights of the tiny decoder of so many layers."""
+    return tiny_decoder(n_layers).init(seed=2, scale=2.0)
+
+
+def make_learner(
+    mesh: Mesh | None = None,
+    *,
+    decoder: Decoder | None = None,
+    params: Tree | None = None,
+    optimizer: Optimizer | None = None,
+    learning_rate: float = 0.1,
+    parts: Mapping[str, Any] = types.MappingProxyType({}),
+    **settings: object,
+) -> SpmdLearner:
+    """A learner of a tiny decoder by plain SGD; `parts`: what else it may be given, e.g. a teacher."""
+    return SpmdLearner(
+        decoder or tiny_decoder(n_layers=1), tiny_params(1) if params is None else params, mesh or make_mesh(),
+        optimizer=optimizer or make_optimizer('sgd', clip_norm=0), learning_rate=learning_rate,
+        settings=learner_settings(**{'row_tokens': 40, 'row_loss_tokens': 24} | settings), **parts,
+    )  # fmt: skip
 
 
 def make_optimizer(name: str, **changes: object) -> Optimizer:

@@ -19,7 +19,8 @@ from areal_jax.learning.settings import (
     take_along,
 )
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import group, learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning import examples
+from tests.learning.examples import group, make_optimizer, random_groups, tiny_decoder
 
 _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
@@ -132,15 +133,8 @@ def test_a_gradient_that_is_not_finite_keeps_the_one_before():
 
 
 def make_learner(kind='none', optimizer=_SGD, mesh=(1, 1), **settings):
-    settings = {'row_tokens': 40, 'row_loss_tokens': 24, 'brake': brake(kind, lag=2.0)} | settings
-    return SpmdLearner(
-        _DECODER,
-        _PARAMS,
-        make_mesh(*mesh),
-        optimizer=optimizer,
-        learning_rate=0.1,
-        settings=learner_settings(**settings),
-    )
+    settings = {'brake': brake(kind, lag=2.0)} | settings
+    return examples.make_learner(make_mesh(*mesh), params=_PARAMS, optimizer=optimizer, **settings)
 
 
 def moves(learner, groups=_GROUPS, version=2):

@@ -29,7 +29,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory
+from tests.learning import examples
+from tests.learning.examples import make_optimizer, random_groups, segment, tiny_decoder, trajectory
 
 _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
@@ -53,11 +54,10 @@ def make_learner(
     """`own`: weights of a model of its own."""
     optimizer = add_critic_optimizer(make_optimizer(name, clip_norm=0), critic_rate)
     critic = CriticSection(model='trunk' if own is None else 'copy', trunk_gradient=trunk_gradient)
-    settings = learner_settings(advantage='gae', critic=critic, **(_ROWS | changes))
-    params = decoder.complete(_PARAMS, 0)
-    return SpmdLearner(
-        decoder, params, make_mesh(**(mesh or {})), optimizer=optimizer, learning_rate=rate, settings=settings,
-        critic={**(own or {}), VALUE_HEAD: head},
+    return examples.make_learner(
+        make_mesh(**(mesh or {})), decoder=decoder, params=decoder.complete(_PARAMS, 0), optimizer=optimizer,
+        learning_rate=rate, parts={'critic': {**(own or {}), VALUE_HEAD: head}},
+        advantage='gae', critic=critic, **(_ROWS | changes),
     )  # fmt: skip
 
 

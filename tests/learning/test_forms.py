@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import learner_settings, make_optimizer, random_groups
+from tests.learning import examples
+from tests.learning.examples import make_optimizer, random_groups
 
 _CONFIG = ModelConfig(
     vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=100.0
@@ -34,10 +34,9 @@ def make_learner(
 ):
     decoder = Decoder(config, layers=layers, remat=remat, lora=lora)
     given = _PARAMS | {'layers': {str(i): _PARAMS['layers'][str(i)] for i in range(config.n_layers)}}
-    settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
-    return SpmdLearner(
-        decoder, decoder.complete(given, 7), make_mesh(**(mesh or {})), optimizer=optimizer, learning_rate=rate,
-        settings=settings,
+    return examples.make_learner(
+        make_mesh(**(mesh or {})), decoder=decoder, params=decoder.complete(given, 7), optimizer=optimizer,
+        learning_rate=rate, **settings,
     )  # fmt: skip
 
 

@@ -10,13 +10,12 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REVERSE_KL, STATISTICS
 from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import learner_settings
-from tests.learning.test_meshes import CONFIG, GROUPS, PARAMS, SGD
+from tests.learning.examples import make_learner
+from tests.learning.test_meshes import CONFIG, GROUPS, PARAMS
 from tests.learning.test_objectives_packed import AllStatistics
 
 _RATE = 10.0
@@ -24,11 +23,10 @@ _TEACHER = Decoder(dataclasses.replace(CONFIG, d_model=16, n_layers=1, d_ff=24))
 
 
 def update_once(objective, strategy='fsdp', **mesh):
-    rows = {'row_tokens': 40, 'row_loss_tokens': 24, 'rows_per_microbatch': 4}
-    settings = learner_settings(strategy=strategy, objective=objective, temperature=0.7, **rows)
-    learner = SpmdLearner(
-        Decoder(CONFIG), PARAMS, make_mesh(**mesh), optimizer=SGD, learning_rate=_RATE, settings=settings,
-        teacher=(_TEACHER, _TEACHER.init(seed=4, scale=2.0)),
+    learner = make_learner(
+        make_mesh(**mesh), decoder=Decoder(CONFIG), params=PARAMS, learning_rate=_RATE,
+        parts={'teacher': (_TEACHER, _TEACHER.init(seed=4, scale=2.0))},
+        strategy=strategy, objective=objective, temperature=0.7, rows_per_microbatch=4,
     )  # fmt: skip
     metrics = learner.update(GROUPS, version=2)
     return metrics, jax.tree.map(lambda after, before: after - before, learner.save()['params'], PARAMS)

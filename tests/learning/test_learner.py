@@ -16,25 +16,20 @@ from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import (
     group,
     learner_settings,
+    make_learner,
     make_optimizer,
     random_groups,
     segment,
     tiny_decoder,
+    tiny_params,
     trajectory,
 )
 
 _DECODER = tiny_decoder(n_layers=1)
-PARAMS = _DECODER.init(seed=2, scale=2.0)
+PARAMS = tiny_params(1)
 _GROUPS = random_groups(5, 5)  # policy versions 0..2
 _SGD = make_optimizer('sgd', clip_norm=0)
 ADAM = make_optimizer('adamw', clip_norm=1.0)
-
-
-def make_learner(mesh=None, *, decoder=_DECODER, params=PARAMS, optimizer=_SGD, learning_rate=0.1, **settings):
-    settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
-    return SpmdLearner(
-        decoder, params, mesh or make_mesh(), optimizer=optimizer, learning_rate=learning_rate, settings=settings
-    )
 
 
 def make_weights(learner: SpmdLearner):

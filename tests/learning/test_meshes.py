@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from areal_jax.config.fields import ConfigError
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import learner_settings, make_optimizer, random_groups
+from tests.learning import examples
+from tests.learning.examples import make_optimizer, random_groups
 
 CONFIG = ModelConfig(
     vocab_size=32, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, rope_theta=100.0,
@@ -49,11 +49,11 @@ def make_learner(
     *, optimizer=SGD, config=CONFIG, params=PARAMS, layers='list', lora=None, strategy='fsdp', changes=None, **mesh
 ):
     decoder = Decoder(config, layers=layers, lora=lora)
-    rows = {'row_tokens': 40, 'row_loss_tokens': 24, 'rows_per_microbatch': 8}
-    settings = learner_settings(strategy=strategy, **rows, **(changes or {}))
-    rate = _ADAM_RATE if optimizer is ADAM else _RATE
-    params = decoder.complete(params, 0)
-    return SpmdLearner(decoder, params, make_mesh(**mesh), optimizer=optimizer, learning_rate=rate, settings=settings)
+    return examples.make_learner(
+        make_mesh(**mesh), decoder=decoder, params=decoder.complete(params, 0), optimizer=optimizer,
+        learning_rate=_ADAM_RATE if optimizer is ADAM else _RATE,
+        strategy=strategy, rows_per_microbatch=8, **(changes or {}),
+    )  # fmt: skip
 
 
 def update_once(learner, groups=GROUPS):

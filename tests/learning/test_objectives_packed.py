@@ -12,7 +12,6 @@ import pytest
 
 from areal_jax.config.loss import CriticSection
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import (
     CLAMPED_ENTROPY,
     FORWARD_KL,
@@ -26,7 +25,7 @@ from areal_jax.learning.optimizer import add_critic_optimizer
 from areal_jax.learning.weights import CRITIC, VALUE_HEAD
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning.examples import make_learner, make_optimizer, random_groups, tiny_decoder
 
 _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
@@ -109,9 +108,9 @@ def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[
         settings['critic'] = CriticSection(trunk_gradient=0.5)
         given = {'critic': {VALUE_HEAD: _HEAD}}
         optimizer = add_critic_optimizer(_SGD, _RATE)
-    learner = SpmdLearner(
-        _DECODER, _PARAMS, make_mesh(**mesh), optimizer=optimizer, learning_rate=_RATE,
-        settings=learner_settings(objective=objective, **settings), teacher=(_TEACHER, _TEACHER_PARAMS), **given,
+    learner = make_learner(
+        make_mesh(**mesh), params=_PARAMS, optimizer=optimizer, learning_rate=_RATE, objective=objective,
+        parts={'teacher': (_TEACHER, _TEACHER_PARAMS), **given}, **settings,
     )  # fmt: skip
     loss = learner.update(GROUPS, version=2)['loss/value']
     before = _PARAMS | ({CRITIC: given['critic']} if given else {})

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 
 from areal_jax.learning.learner import SpmdLearner
-from tests.learning.examples import random_groups
-from tests.learning.test_learner import make_learner
+from tests.learning.examples import make_learner, random_groups
 
 
 def test_on_a_cpu_a_micro_batch_is_queued_when_the_one_before_has_ended(monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 
 from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.learning.forward import forward
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.counting import token_weights
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.learning.packing import pack
@@ -23,7 +22,8 @@ from areal_jax.learning.programs import CompiledPrograms, Programs, describe_sta
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning import examples
+from tests.learning.examples import make_optimizer, random_groups, tiny_decoder
 from tests.learning.objective.tokens import loss_of
 
 _DECODER = tiny_decoder(n_layers=1)
@@ -197,19 +197,13 @@ def _keeps_nothing(monkeypatch):
     monkeypatch.setattr(CompiledPrograms, 'kept', collections.OrderedDict())
 
 
-def make_learner(*, mesh=(1, 1), lora=None, optimizer='adamw', **more):
-    shape = {'rows_per_microbatch': 8, 'row_tokens': 40, 'row_loss_tokens': 24}
+def make_learner(*, mesh=(1, 1), lora=None, optimizer='adamw', compile_ahead=False, **settings):
     decoder = Decoder(tiny_decoder(n_layers=1).config, lora=lora)
-    settings = learner_settings(**(shape | {name: value for name, value in more.items() if name != 'compile_ahead'}))
-    return SpmdLearner(
-        decoder,
-        decoder.init(seed=2, scale=2.0),
-        make_mesh(*mesh),
-        optimizer=make_optimizer(optimizer, clip_norm=1.0),
-        learning_rate=0.1,
-        settings=settings,
-        compile_ahead=more.get('compile_ahead', False),
-    )
+    return examples.make_learner(
+        make_mesh(*mesh), decoder=decoder, params=decoder.init(seed=2, scale=2.0),
+        optimizer=make_optimizer(optimizer, clip_norm=1.0), parts={'compile_ahead': compile_ahead},
+        **{'rows_per_microbatch': 8} | settings,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize('kind', _KINDS)

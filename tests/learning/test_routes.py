@@ -12,14 +12,14 @@ import pytest
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.diagnostics.measurement import count_differing_prompts
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.packing import next_token_form, pack
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, measure_balance
 from areal_jax.models.families import Experts
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory
+from tests.learning import examples
+from tests.learning.examples import random_groups, segment, tiny_decoder, trajectory
 from tests.rollout.decode.examples import whole_attention
 
 NAME = ROUTED_EXPERTS.name
@@ -32,12 +32,9 @@ ROUTES = CONFIG.routes
 
 
 def make_learner(*, routes='replay', records=True, **settings):
-    shapes = {'row_tokens': 48, 'row_loss_tokens': 24, 'rows_per_microbatch': 1}
-    mesh = {name: settings.pop(name) for name in ('fsdp',) if name in settings}
-    return SpmdLearner(
-        DECODER, PARAMS, make_mesh(**mesh), optimizer=make_optimizer('sgd', clip_norm=0), learning_rate=0.1,
-        settings=learner_settings(**shapes | settings, routes=routes if records else 'live', records_routes=records),
-    )  # fmt: skip
+    mesh = make_mesh(fsdp=settings.pop('fsdp', 1))
+    settings = {'row_tokens': 48, 'rows_per_microbatch': 1, 'records_routes': records} | settings
+    return examples.make_learner(mesh, decoder=DECODER, params=PARAMS, routes=routes if records else 'live', **settings)
 
 
 def give_routes(groups, routes_of):
@@ -210,12 +207,16 @@ def test_prompts_that_reached_other_experts_are_counted_and_share_no_copy():
     assert other - alike == len(group.trajectories[0].prompt.tokens)
 
 
-def test_a_dense_model_is_refused():
-    with pytest.raises(ConfigError, match=r'rollout\.record_routes=True needs a model with experts; set it to False'):
-        SpmdLearner(
-            tiny_decoder(1), tiny_decoder(1).init(0), make_mesh(), optimizer=make_optimizer('sgd'), learning_rate=0.1,
-            settings=learner_settings(records_routes=True),
-        )  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'records_routes': True}, r'rollout\.record_routes=True needs a model with experts; set it to False'),
+        ({'router_aux_loss': 0.5}, r'learner\.router_aux_loss=0\.5 needs a model with experts; set it to 0'),
+    ],
+)
+def test_a_dense_model_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        examples.make_learner(**settings)
 
 
 @jax.jit
@@ -260,11 +261,3 @@ def test_the_balance_is_1_where_loads_are_even_and_has_the_gradient_of_the_score
     assert measure_balance(uneven, loads, choices=1) == 4 * 2.5 / 4
     slope = jax.grad(lambda scores: measure_balance(scores, loads, choices=1))(uneven)
     np.testing.assert_allclose(slope, [[1.0, 0.0, 0.0, 0.0]])
-
-
-def test_a_balance_of_no_experts_is_refused():
-    with pytest.raises(ConfigError, match=r'learner\.router_aux_loss=0\.5 needs a model with experts; set it to 0'):
-        SpmdLearner(
-            tiny_decoder(1), tiny_decoder(1).init(0), make_mesh(), optimizer=make_optimizer('sgd'), learning_rate=0.1,
-            settings=learner_settings(router_aux_loss=0.5),
-        )  # fmt: skip

@@ -1,7 +1,7 @@
 """Scorers that misbehave, each with what a ProcessVerifier must make of it.
 
-Every function below is a scorer, 'tests.tasks.hostile_scorers:NAME', and an entry of HOSTILE_SCORERS. On a problem
-{'reward': r} all of them behave and return r, so the answer after a hostile one has a known reward. With
+Every entry of HOSTILE_SCORERS is a scorer, 'tests.tasks.hostile_scorers:NAME': a row of the tables, or a function. On a
+problem {'reward': r} all of them behave and return r, so the answer after a hostile one has a known reward. With
 {'pids': PATH} those that start processes append the numbers of these processes to the file. What only a few of them
 need is imported there: a worker imports this module hundreds of times.
 """
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +38,23 @@ class Expected:
 Problem = Mapping[str, Any]
 HOSTILE_SCORERS: dict[str, Expected] = {}
 _MIB = 2**20
-_SLEEPER = 'import time; time.sleep(1000)'
+_SLEEPER = [sys.executable, '-S', '-c', 'import time; time.sleep(1000)']
+
+
+def _register(name: str, act: Callable[[Problem], Any], expected: Expected) -> Any:
+    """Makes a scorer of (problem); the two other arguments of a scorer are dropped."""
+    HOSTILE_SCORERS[name] = expected
+
+    @functools.wraps(act)
+    def score(problem: Problem, answer_text: str, finish_reason: str) -> Any:
+        return problem['reward'] if 'reward' in problem else act(problem)
+
+    return score
 
 
 def expect(label: str, reward: float = 0.0, *, slow: bool = False) -> Callable[[Callable[[Problem], Any]], Any]:
-    """Registers a scorer of (problem); the two other arguments of a scorer are dropped."""
-
-    def register(act: Callable[[Problem], Any]) -> Any:
-        HOSTILE_SCORERS[act.__name__] = Expected(label, reward, slow)
-
-        @functools.wraps(act)
-        def score(problem: Problem, answer_text: str, finish_reason: str) -> Any:
-            return problem['reward'] if 'reward' in problem else act(problem)
-
-        return score
-
-    return register
+    """Registers a scorer of (problem)."""
+    return lambda act: _register(act.__name__, act, Expected(label, reward, slow))
 
 
 def _note(problem: Problem, *pids: int) -> None:
@@ -79,6 +80,24 @@ def _daemonize(problem: Problem, act: Callable[[], Any], *, leave_session: bool 
     _note(problem, int(os.read(noted, 100)))
     os.close(noted)
     os.close(note)
+
+
+def _leave_child(problem: Problem, **options: Any) -> None:
+    _note(problem, subprocess.Popen(_SLEEPER, **options).pid)
+
+
+def _sleep_without_environment() -> None:
+    os.execve(sys.executable, _SLEEPER, {})
+
+
+def _raise(error: BaseException | type[BaseException]) -> NoReturn:
+    raise error
+
+
+def _numpy() -> Any:
+    import numpy
+
+    return numpy
 
 
 def _sleep_for_ever() -> None:
@@ -119,110 +138,145 @@ def _replace_the_reply(reward: str, number: str = '') -> None:
     worker.write_whole = write_another
 
 
-# Rewards that are none.
+class _Number:
+    def __init__(self, act: Callable[[], float]):
+        self._act = act
+
+    def __float__(self) -> float:
+        return self._act()
 
 
-@expect('error')
-def returns_nan(problem):
-    return float('nan')
+class _Misnamed(float):
+    def __repr__(self) -> str:
+        return 'NaN}'
 
 
-@expect('error')
-def returns_infinity(problem):
-    return float('inf')
+# Scorers that give no reward, by what is expected.
+_FAILURES: Mapping[Expected, Mapping[str, Callable[[Problem], Any]]] = {
+    Expected('error'): {
+        'returns_nan': lambda problem: float('nan'),
+        'returns_infinity': lambda problem: float('inf'),
+        'returns_minus_infinity': lambda problem: float('-inf'),
+        'returns_too_much': lambda problem: 1.0000001e6,
+        'returns_too_little': lambda problem: -1e7,
+        'returns_an_integer_beyond_floats': lambda problem: 10**400,
+        'returns_none': lambda problem: None,
+        'returns_text': lambda problem: '1.0',
+        'returns_bytes': lambda problem: b'1',
+        'returns_a_bytearray': lambda problem: bytearray(b'1'),  # float() takes it
+        'returns_a_complex': lambda problem: 1 + 0j,
+        'returns_a_numpy_complex': lambda problem: _numpy().complex64(1),
+        'returns_a_list': lambda problem: [1.0],
+        'returns_a_dict': lambda problem: {'reward': 1.0},
+        'returns_a_vector': lambda problem: _numpy().array([0.5]),
+        'returns_an_array_of_text': lambda problem: _numpy().array('0.5'),  # float() takes it
+        'returns_numpy_nan': lambda problem: _numpy().float32('nan'),
+        'returns_an_object': lambda problem: object(),
+        'returns_a_class': lambda problem: float,
+        'returns_a_number_that_raises': lambda problem: _Number(lambda: 1 / 0),
+        'returns_a_number_that_exits': lambda problem: _Number(lambda: sys.exit(0)),
+        'raises': lambda problem: 1 / 0,
+        'exits': lambda problem: sys.exit(0),
+        'exits_with_an_object': lambda problem: _raise(SystemExit(object())),
+        'raises_keyboard_interrupt': lambda problem: _raise(KeyboardInterrupt),
+        'raises_generator_exit': lambda problem: _raise(GeneratorExit),
+        'raises_a_base_exception': lambda problem: _raise(BaseException('neither an Exception nor an exit')),
+        'raises_the_unprintable': lambda problem: _raise(_Unprintable),
+        'raises_a_text_that_exits': lambda problem: _raise(_ExitingText),
+        'raises_50_megabytes': lambda problem: _raise(ValueError('x' * 50 * _MIB)),
+        'raises_lines_and_surrogates': lambda problem: _raise(ValueError('{"reward": 1.0}\n{"reward": 1.0}\n\ud800\0')),
+        'allocates_at_once': lambda problem: len(bytearray(2**45)),
+        'replies_nan_by_itself': lambda problem: _replace_the_reply('NaN'),
+        'replies_text_by_itself': lambda problem: _replace_the_reply('"1.0"'),
+        'replies_seconds_that_are_none': lambda problem: _replace_the_reply('1.0, "cpu_s": "long"'),
+        'replies_seconds_without_end': lambda problem: _replace_the_reply('1.0, "wall_s": 1e999'),
+    },
+    Expected('crash'): {
+        'ends_with_0': lambda problem: os._exit(0),
+        'ends_with_3': lambda problem: os._exit(3),
+        'segfaults': lambda problem: ctypes.string_at(0),
+        'aborts': lambda problem: os.abort(),
+        'kills_itself': lambda problem: os.kill(os.getpid(), signal.SIGKILL),
+        'terminates_itself': lambda problem: os.kill(os.getpid(), signal.SIGTERM),
+        'kills_its_group': lambda problem: os.killpg(0, signal.SIGKILL),
+        'becomes_another_program': lambda problem: os.execv('/bin/true', ['true']),
+        'replies_a_reason_of_70_kilobytes': lambda problem: _replace_the_reply(f'1.0, "reason": "{"x" * 70_000}"'),
+        'replies_under_another_id': lambda problem: _replace_the_reply('1.0', '0123456789abcdef'),
+    },
+    Expected('timeout', slow=True): {
+        'reads_the_next_request': lambda problem: os.read(_find_pipe(os.O_RDONLY), 1),
+        'sleeps': lambda problem: _sleep_for_ever(),
+        'spins_in_c': lambda problem: re.match('(a+)+b', 'a' * 60),
+        'stops_itself': lambda problem: os.kill(os.getpid(), signal.SIGSTOP),
+        'hangs_in_the_value_of_its_reward': lambda problem: _Number(lambda: time.sleep(1000)),
+        'waits_for_a_child': lambda problem: subprocess.run(_SLEEPER),
+    },
+}
+
+# Rewards, some of them unusual.
+_REWARDS: Mapping[str, tuple[float, Callable[[Problem], Any]]] = {
+    'returns_true': (1.0, lambda problem: True),
+    'returns_numpy_true': (1.0, lambda problem: _numpy().bool_(True)),
+    'replies_a_reason_of_30_kilobytes': (1.0, lambda problem: _replace_the_reply(f'1.0, "reason": "{"x" * 30_000}"')),
+    'returns_false': (0.0, lambda problem: False),
+    'returns_a_numpy_float': (0.25, lambda problem: _numpy().float32(0.25)),
+    'forks_and_returns_from_both': (0.25, lambda problem: 0.75 if os.fork() == 0 else 0.25),
+    'returns_a_numpy_integer': (7.0, lambda problem: _numpy().int64(7)),
+    'returns_a_scalar_array': (0.5, lambda problem: _numpy().array(0.5)),
+    'returns_a_misnamed_float': (0.5, lambda problem: _Misnamed(0.5)),
+    'reads_its_stdin': (0.5, lambda problem: 0.5 if sys.stdin.read() == '' else 1.0),
+    'returns_a_million': (1e6, lambda problem: 10**6),
+    'returns_a_negative': (-1.5, lambda problem: -1.5),
+}
+
+# What a scorer does before it returns 0.5, which is its reward.
+_ACTS: Mapping[str, Callable[[Problem], object]] = {
+    'leaves_a_child': lambda problem: _leave_child(problem),
+    'leaves_a_child_in_its_own_session': lambda problem: _leave_child(problem, start_new_session=True),
+    'leaves_a_daemon': lambda problem: _daemonize(problem, _sleep_for_ever),
+    'leaves_an_orphan': lambda problem: _daemonize(problem, _sleep_for_ever, leave_session=False),
+    'leaves_a_daemon_without_environment': lambda problem: _daemonize(problem, _sleep_without_environment),
+    'leaves_a_stopped_daemon': lambda problem: _daemonize(problem, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    'prints_16_megabytes_from_a_child': lambda problem: subprocess.run(['head', '-c', '16M', '/dev/zero'], check=True),
+    'prints_surrogates': lambda problem: print('\ud800 \0 \x1b[31m', flush=True),
+    'prints_binary': lambda problem: os.write(2, bytes(range(256))),
+    'prints_without_a_line_end': lambda problem: sys.stdout.write('no end'),
+    'closes_its_stdout': lambda problem: sys.stdout.close(),
+    'closes_its_output': lambda problem: os.closerange(0, 3),
+    'empties_the_problem': lambda problem: problem.clear(),
+    'lowers_its_limits': lambda problem: resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
+    'leaves_a_thread': lambda problem: threading.Thread(target=_sleep_for_ever).start(),
+    'hangs_at_exit': lambda problem: atexit.register(_sleep_for_ever),
+    'blocks_all_signals': lambda problem: signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()),
+}
+
+# What a scorer does before it waits for its end, which is a crash.
+_ENDS: Mapping[str, Callable[[Problem], object]] = {
+    'kills_itself_by_a_realtime_signal': lambda problem: os.kill(os.getpid(), signal.SIGRTMIN + 3),
+    'kills_its_worker': lambda problem: os.kill(os.getppid(), signal.SIGKILL),
+    'kills_the_group_of_its_worker': lambda problem: os.killpg(os.getpgid(os.getppid()), signal.SIGKILL),
+    'terminates_its_worker': lambda problem: os.kill(os.getppid(), signal.SIGTERM),
+    'is_killed_by_an_alarm': lambda problem: signal.setitimer(signal.ITIMER_REAL, 0.01),
+    'dies_in_a_thread': lambda problem: threading.Thread(target=os._exit, args=(0,)).start(),
+}
 
 
-@expect('error')
-def returns_minus_infinity(problem):
-    return float('-inf')
+def _then(act: Callable[[Problem], object], reward: Any) -> Callable[[Problem], Any]:
+    def act_and_return(problem: Problem) -> Any:
+        act(problem)
+        return reward() if callable(reward) else reward
+
+    return act_and_return
 
 
-@expect('error')
-def returns_too_much(problem):
-    return 1.0000001e6
+for _expected, _scorers in _FAILURES.items():
+    globals().update({name: _register(name, act, _expected) for name, act in _scorers.items()})
+globals().update({name: _register(name, act, Expected('ok', reward)) for name, (reward, act) in _REWARDS.items()})
+globals().update({name: _register(name, _then(act, 0.5), Expected('ok', 0.5)) for name, act in _ACTS.items()})
+globals().update({name: _register(name, _then(act, _sleep_for_ever), Expected('crash')) for name, act in _ENDS.items()})
 
 
-@expect('error')
-def returns_too_little(problem):
-    return -1e7
-
-
-@expect('error')
-def returns_an_integer_beyond_floats(problem):
-    return 10**400
-
-
-@expect('error')
-def returns_none(problem):
-    return None
-
-
-@expect('error')
-def returns_text(problem):
-    return '1.0'
-
-
-@expect('error')
-def returns_bytes(problem):
-    return b'1'
-
-
-@expect('error')
-def returns_a_bytearray(problem):
-    return bytearray(b'1')  # float() takes it
-
-
-@expect('error')
-def returns_a_complex(problem):
-    return 1 + 0j
-
-
-@expect('error')
-def returns_a_numpy_complex(problem):
-    import numpy as np
-
-    return np.complex64(1)
-
-
-@expect('error')
-def returns_a_list(problem):
-    return [1.0]
-
-
-@expect('error')
-def returns_a_dict(problem):
-    return {'reward': 1.0}
-
-
-@expect('error')
-def returns_a_vector(problem):
-    import numpy as np
-
-    return np.array([0.5])
-
-
-@expect('error')
-def returns_an_array_of_text(problem):
-    import numpy as np
-
-    return np.array('0.5')  # float() takes it
-
-
-@expect('error')
-def returns_numpy_nan(problem):
-    import numpy as np
-
-    return np.float32('nan')
-
-
-@expect('error')
-def returns_an_object(problem):
-    return object()
-
-
-@expect('error')
-def returns_a_class(problem):
-    return float
+# What takes more than an expression: rewards.
 
 
 @expect('error')
@@ -233,65 +287,6 @@ def returns_a_coroutine(problem):
     return reward()
 
 
-class _Number:
-    def __init__(self, act: Callable[[], float]):
-        self._act = act
-
-    def __float__(self) -> float:
-        return self._act()
-
-
-@expect('error')
-def returns_a_number_that_raises(problem):
-    return _Number(lambda: 1 / 0)
-
-
-@expect('error')
-def returns_a_number_that_exits(problem):
-    return _Number(lambda: sys.exit(0))
-
-
-# Rewards that are unusual.
-
-
-@expect('ok', 1.0)
-def returns_true(problem):
-    return True
-
-
-@expect('ok', 0.0)
-def returns_false(problem):
-    return False
-
-
-@expect('ok', 1.0)
-def returns_numpy_true(problem):
-    import numpy as np
-
-    return np.bool_(True)
-
-
-@expect('ok', 0.25)
-def returns_a_numpy_float(problem):
-    import numpy as np
-
-    return np.float32(0.25)
-
-
-@expect('ok', 7.0)
-def returns_a_numpy_integer(problem):
-    import numpy as np
-
-    return np.int64(7)
-
-
-@expect('ok', 0.5)
-def returns_a_scalar_array(problem):
-    import numpy as np
-
-    return np.array(0.5)
-
-
 @expect('ok', 0.75)
 def returns_a_fraction(problem):
     import fractions
@@ -299,47 +294,7 @@ def returns_a_fraction(problem):
     return fractions.Fraction(3, 4)
 
 
-@expect('ok', 1e6)
-def returns_a_million(problem):
-    return 10**6
-
-
-@expect('ok', -1.5)
-def returns_a_negative(problem):
-    return -1.5
-
-
-class _Misnamed(float):
-    def __repr__(self) -> str:
-        return 'NaN}'
-
-
-@expect('ok', 0.5)
-def returns_a_misnamed_float(problem):
-    return _Misnamed(0.5)
-
-
 # Exceptions.
-
-
-@expect('error')
-def raises(problem):
-    return 1 / 0
-
-
-@expect('error')
-def exits(problem):
-    sys.exit(0)
-
-
-@expect('error')
-def exits_with_an_object(problem):
-    raise SystemExit(object())
-
-
-@expect('error')
-def raises_keyboard_interrupt(problem):
-    raise KeyboardInterrupt
 
 
 @expect('error')
@@ -349,20 +304,10 @@ def interrupts_itself(problem):
 
 
 @expect('error')
-def raises_generator_exit(problem):
-    raise GeneratorExit
-
-
-@expect('error')
 def raises_cancelled(problem):
     import asyncio
 
     raise asyncio.CancelledError
-
-
-@expect('error')
-def raises_a_base_exception(problem):
-    raise BaseException('neither an Exception nor an exit')
 
 
 @expect('error')
@@ -375,37 +320,12 @@ class _Unprintable(Exception):
         raise ValueError('no text')
 
 
-@expect('error')
-def raises_the_unprintable(problem):
-    raise _Unprintable
-
-
 class _ExitingText(Exception):
     def __str__(self) -> str:
         sys.exit(0)
 
 
-@expect('error')
-def raises_a_text_that_exits(problem):
-    raise _ExitingText
-
-
-@expect('error')
-def raises_50_megabytes(problem):
-    raise ValueError('x' * 50 * _MIB)
-
-
-@expect('error')
-def raises_lines_and_surrogates(problem):
-    raise ValueError('{"reward": 1.0}\n{"reward": 1.0}\n\ud800\0')
-
-
 # Memory.
-
-
-@expect('error')
-def allocates_at_once(problem):
-    return len(bytearray(2**45))
 
 
 @expect('error')
@@ -422,82 +342,6 @@ def allocates_in_a_child(problem):
 
 
 # Ends of the process.
-
-
-@expect('crash')
-def ends_with_0(problem):
-    os._exit(0)
-
-
-@expect('crash')
-def ends_with_3(problem):
-    os._exit(3)
-
-
-@expect('crash')
-def segfaults(problem):
-    ctypes.string_at(0)
-
-
-@expect('crash')
-def aborts(problem):
-    os.abort()
-
-
-@expect('crash')
-def kills_itself(problem):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@expect('crash')
-def terminates_itself(problem):
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@expect('crash')
-def kills_itself_by_a_realtime_signal(problem):
-    os.kill(os.getpid(), signal.SIGRTMIN + 3)
-    time.sleep(1000)
-
-
-@expect('crash')
-def kills_its_group(problem):
-    os.killpg(0, signal.SIGKILL)
-
-
-@expect('crash')
-def kills_its_worker(problem):
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(1000)
-
-
-@expect('crash')
-def kills_the_group_of_its_worker(problem):
-    os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
-    time.sleep(1000)
-
-
-@expect('crash')
-def terminates_its_worker(problem):
-    os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(1000)
-
-
-@expect('crash')
-def is_killed_by_an_alarm(problem):
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-    time.sleep(1000)
-
-
-@expect('crash')
-def dies_in_a_thread(problem):
-    threading.Thread(target=os._exit, args=(0,)).start()
-    time.sleep(1000)
-
-
-@expect('crash')
-def becomes_another_program(problem):
-    os.execv('/bin/true', ['true'])
 
 
 @expect('crash')
@@ -534,41 +378,6 @@ def replies_twice(problem):
     time.sleep(1000)
 
 
-@expect('error')
-def replies_nan_by_itself(problem):
-    _replace_the_reply('NaN')
-
-
-@expect('error')
-def replies_text_by_itself(problem):
-    _replace_the_reply('"1.0"')
-
-
-@expect('error')
-def replies_seconds_that_are_none(problem):
-    _replace_the_reply('1.0, "cpu_s": "long"')
-
-
-@expect('error')
-def replies_seconds_without_end(problem):
-    _replace_the_reply('1.0, "wall_s": 1e999')
-
-
-@expect('ok', 1.0)
-def replies_a_reason_of_30_kilobytes(problem):
-    _replace_the_reply(f'1.0, "reason": "{"x" * 30_000}"')
-
-
-@expect('crash')
-def replies_a_reason_of_70_kilobytes(problem):
-    _replace_the_reply(f'1.0, "reason": "{"x" * 70_000}"')
-
-
-@expect('crash')
-def replies_under_another_id(problem):
-    _replace_the_reply('1.0', '0123456789abcdef')
-
-
 @expect('crash')
 def replies_junk(problem):
     os.write(_find_pipe(os.O_WRONLY), b'\xff\x00junk\n')
@@ -588,17 +397,7 @@ def replies_into_nothing(problem):
     return 0.5
 
 
-@expect('timeout', slow=True)
-def reads_the_next_request(problem):
-    os.read(_find_pipe(os.O_RDONLY), 1)
-
-
 # Forks that come back.
-
-
-@expect('ok', 0.25)
-def forks_and_returns_from_both(problem):
-    return 0.75 if os.fork() == 0 else 0.25
 
 
 @expect('ok', 0.25)
@@ -675,36 +474,6 @@ def forks_and_dies(problem):
 
 
 @expect('ok', 0.5)
-def leaves_a_child(problem):
-    _note(problem, subprocess.Popen([sys.executable, '-S', '-c', _SLEEPER]).pid)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def leaves_a_child_in_its_own_session(problem):
-    _note(problem, subprocess.Popen([sys.executable, '-S', '-c', _SLEEPER], start_new_session=True).pid)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def leaves_a_daemon(problem):
-    _daemonize(problem, _sleep_for_ever)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def leaves_an_orphan(problem):
-    _daemonize(problem, _sleep_for_ever, leave_session=False)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def leaves_a_daemon_without_environment(problem):
-    _daemonize(problem, lambda: os.execve(sys.executable, [sys.executable, '-S', '-c', _SLEEPER], {}))
-    return 0.5
-
-
-@expect('ok', 0.5)
 def leaves_a_daemon_that_ignores_signals(problem):
     def act():
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
@@ -712,12 +481,6 @@ def leaves_a_daemon_that_ignores_signals(problem):
         _sleep_for_ever()
 
     _daemonize(problem, act)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def leaves_a_stopped_daemon(problem):
-    _daemonize(problem, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     return 0.5
 
 
@@ -818,59 +581,12 @@ def prints_a_gigabyte(problem):
 
 
 @expect('ok', 0.5)
-def prints_16_megabytes_from_a_child(problem):
-    subprocess.run(['head', '-c', str(16 * _MIB), '/dev/zero'], check=True)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def prints_surrogates(problem):
-    print('\ud800 \0 \x1b[31m', flush=True)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def prints_binary(problem):
-    os.write(2, bytes(range(256)))
-    return 0.5
-
-
-@expect('ok', 0.5)
-def prints_without_a_line_end(problem):
-    sys.stdout.write('no end')
-    return 0.5
-
-
-@expect('ok', 0.5)
-def closes_its_stdout(problem):
-    sys.stdout.close()
-    return 0.5
-
-
-@expect('ok', 0.5)
 def replaces_its_stdout(problem):
     sys.stdout, sys.stderr = None, object()
     return 0.5
 
 
-@expect('ok', 0.5)
-def closes_its_output(problem):
-    os.closerange(0, 3)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def reads_its_stdin(problem):
-    return 0.5 if sys.stdin.read() == '' else 1.0
-
-
 # State of the process.
-
-
-@expect('ok', 0.5)
-def empties_the_problem(problem):
-    problem.clear()
-    return 0.5
 
 
 @expect('ok', 0.5)
@@ -886,52 +602,13 @@ def changes_directory_and_environment(problem):
     return 0.5
 
 
-@expect('ok', 0.5)
-def lowers_its_limits(problem):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-    return 0.5
-
-
-@expect('ok', 0.5)
-def leaves_a_thread(problem):
-    threading.Thread(target=_sleep_for_ever).start()
-    return 0.5
-
-
-@expect('ok', 0.5)
-def hangs_at_exit(problem):
-    atexit.register(_sleep_for_ever)
-    return 0.5
-
-
-@expect('ok', 0.5)
-def blocks_all_signals(problem):
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    return 0.5
-
-
 # Answers that do not come.
-
-
-@expect('timeout', slow=True)
-def sleeps(problem):
-    _sleep_for_ever()
 
 
 @expect('timeout', slow=True)
 def spins(problem):
     while True:
         pass
-
-
-@expect('timeout', slow=True)
-def spins_in_c(problem):
-    re.match('(a+)+b', 'a' * 60)
-
-
-@expect('timeout', slow=True)
-def stops_itself(problem):
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @expect('timeout', slow=True)
@@ -970,11 +647,6 @@ def hangs_in_the_text_of_its_error(problem):
 
 
 @expect('timeout', slow=True)
-def hangs_in_the_value_of_its_reward(problem):
-    return _Number(lambda: time.sleep(1000))
-
-
-@expect('timeout', slow=True)
 def prints_for_ever(problem):
     while True:
         os.write(1, b'x' * _MIB)
@@ -985,8 +657,3 @@ def waits_for_a_lock(problem):
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
-
-
-@expect('timeout', slow=True)
-def waits_for_a_child(problem):
-    subprocess.run([sys.executable, '-S', '-c', _SLEEPER])

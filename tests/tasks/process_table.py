@@ -5,14 +5,7 @@ from __future__ import annotations
 import pathlib
 import time
 
-
-def is_alive(pid: int) -> bool:
-    """Whether it runs; a zombie, which nobody has waited for, does not."""
-    try:
-        state = pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in ('Z', 'X')
+from checks.processes import is_alive
 
 
 def all_end(pids: list[int], within_s: float = 5.0) -> bool:

@@ -141,35 +141,6 @@ def test_every_kind_names_a_scorer_that_a_worker_can_import(path):
         assert getattr(importlib.import_module(module), name) is jsonl.KINDS[kind].score
 
 
-@pytest.mark.parametrize(
-    ('kind', 'line', 'message'),
-    [
-        (
-            'number',
-            {'question': 'q', 'answer': 'none'},
-            r"rows\.jsonl:2: the answer 'none' does not hold a number \(task\.answer=number\)",
-        ),
-        (
-            'normalised',
-            {'question': 'q', 'answer': '"..."'},
-            r'rows\.jsonl:2: .* does not hold a final answer with a letter',
-        ),
-        ('number', {'question': 'q', 'solution': 'so 5'}, r"rows\.jsonl:2: the solution 'so 5' marks no final answer"),
-        (
-            'math',
-            {'question': 'q', 'answer': r'\frac{1'},
-            r'rows\.jsonl:2: the gold answer .* cannot be parsed by math-verify',
-        ),
-        ('number', {'answer': '1'}, r'rows\.jsonl:2: .* question or problem is missing'),
-        ('number', {'problem': '1'}, r'rows\.jsonl:2: .* answer or solution is missing'),
-    ],
-)
-def test_bad_line_of_another_kind_is_named(path, kind, line, message):
-    path.write_text(json.dumps(ROWS[0]) + '\n' + json.dumps(line) + '\n')
-    with pytest.raises(TaskError, match=message):
-        jsonl.read_problems(path, kind)
-
-
 def test_without_math_verify_the_command_that_installs_it_is_named(path, monkeypatch):
     monkeypatch.setattr(mathematics, 'is_installed', lambda: False)
     with pytest.raises(TaskError, match=rf"^task\.answer='math' needs .*: {re.escape(describe_install('tasks'))}$"):
@@ -177,26 +148,56 @@ def test_without_math_verify_the_command_that_installs_it_is_named(path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ('line', 'message'),
+    ('kind', 'line', 'message'),
     [
-        ('{"question": "q"}', r'rows\.jsonl:2: expected an object with question and answer'),
-        ('[1, 2]', r'rows\.jsonl:2: expected a JSON object, got'),
-        ('not json', r'rows\.jsonl:2: not JSON \(Expecting value'),
-        ('{"question": null, "answer": 1}', r'rows\.jsonl:2: question=None must be a text'),
-        ('{"question": 7, "answer": 1}', r'rows\.jsonl:2: question=7 must be a text'),
-        ('{"question": ["q"], "answer": 1}', r'rows\.jsonl:2: question=a list must be a text'),
-        ('{"question": " ", "answer": 1}', r"rows\.jsonl:2: question=' ' must be a text that is not empty"),
-        ('{"question": "q", "answer": null}', r'rows\.jsonl:2: answer=None must be a text'),
-        ('{"question": "q", "answer": true}', r'rows\.jsonl:2: answer=True must be a text'),
-        ('{"question": "q", "answer": 1e4000}', r"rows\.jsonl:2: the answer '1e4000' does not end in an integer"),
-        ('{"question": "q", "answer": NaN}', r'rows\.jsonl:2: answer=nan must be a text'),
-        ('{"question": "q", "answer": 2.5}', r"rows\.jsonl:2: the answer '2\.5' does not end in an integer"),
-        ('{"question": "\\ud800", "answer": 1}', r"rows\.jsonl:2: question has '\\ud800' at character 0, half of a"),
-        ('{"question": "q", "answer": "so\\n#### 2.5"}', r'rows\.jsonl:2: the answer .* does not end in an integer'),
-        ('{"question": "q", "answer": "7 or so\\n#### unknown"}', r'rows\.jsonl:2: the answer'),
+        (
+            'number',
+            '{"question": "q", "answer": "none"}',
+            r"the answer 'none' does not hold a number \(task\.answer=number\)",
+        ),
+        (
+            'normalised',
+            '{"question": "q", "answer": "\\"...\\""}',
+            r'.* does not hold a final answer with a letter',
+        ),
+        ('number', '{"question": "q", "solution": "so 5"}', r"the solution 'so 5' marks no final answer"),
+        (
+            'math',
+            r'{"question": "q", "answer": "\\frac{1"}',
+            r'the gold answer .* cannot be parsed by math-verify',
+        ),
+        ('number', '{"answer": "1"}', r'.* question or problem is missing'),
+        ('number', '{"problem": "1"}', r'.* answer or solution is missing'),
+        ('integer', '{"question": "q"}', r'expected an object with question and answer'),
+        ('integer', '[1, 2]', r'expected a JSON object, got'),
+        ('integer', 'not json', r'not JSON \(Expecting value'),
+        ('integer', '{"question": null, "answer": 1}', r'question=None must be a text'),
+        ('integer', '{"question": 7, "answer": 1}', r'question=7 must be a text'),
+        ('integer', '{"question": ["q"], "answer": 1}', r'question=a list must be a text'),
+        ('integer', '{"question": " ", "answer": 1}', r"question=' ' must be a text that is not empty"),
+        ('integer', '{"question": "q", "answer": null}', r'answer=None must be a text'),
+        ('integer', '{"question": "q", "answer": true}', r'answer=True must be a text'),
+        (
+            'integer',
+            '{"question": "q", "answer": 1e4000}',
+            r"the answer '1e4000' does not end in an integer",
+        ),
+        ('integer', '{"question": "q", "answer": NaN}', r'answer=nan must be a text'),
+        ('integer', '{"question": "q", "answer": 2.5}', r"the answer '2\.5' does not end in an integer"),
+        (
+            'integer',
+            '{"question": "\\ud800", "answer": 1}',
+            r"question has '\\ud800' at character 0, half of a",
+        ),
+        (
+            'integer',
+            '{"question": "q", "answer": "so\\n#### 2.5"}',
+            r'the answer .* does not end in an integer',
+        ),
+        ('integer', '{"question": "q", "answer": "7 or so\\n#### unknown"}', r'the answer'),
     ],
 )
-def test_bad_line_is_named(path, line, message):
+def test_bad_line_is_named(path, kind, line, message):
     path.write_text(json.dumps(ROWS[0]) + '\n' + line + '\n')
-    with pytest.raises(TaskError, match=message):
-        jsonl.read_problems(path, 'integer')
+    with pytest.raises(TaskError, match=rf'rows\.jsonl:2: {message}'):
+        jsonl.read_problems(path, kind)

@@ -18,7 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.telemetry.energy_meters import DeviceSet
 from areal_jax.telemetry.trackers import TRACKERS
 from tests.app.run.test_supervised import sft_config
-from tests.app.small import SmallRun, small_config, train_until_killed
+from tests.app.small import SmallRun, small_config, start_killed_and_resumed
 from tests.telemetry.energy.drivers import FakeNvml, write_zone
 from tests.telemetry.fake_trackers import install
 
@@ -136,8 +136,7 @@ def test_a_tracked_run_is_told_whole_and_trains_the_same(tmp_path: pathlib.Path,
 def test_a_killed_run_goes_on_in_its_tracker(tmp_path: pathlib.Path, monkeypatch):
     store = install('trackio', monkeypatch, tmp_path)
     fields = {'telemetry__tracker': 'trackio', 'checkpoint__every': 2}
-    train_until_killed(SmallRun(tmp_path / 'run', **fields), 3)
-    SmallRun(tmp_path / 'run', resume=True, **fields).train()
+    start_killed_and_resumed(tmp_path / 'run', 3, **fields).train()
     assert store.steps() == [1, 2, 3, 4, 5]
     assert len({begun['name'] for begun in store.begun}) == 1
 
@@ -194,7 +193,5 @@ def test_the_real_library_keeps_every_step_once(tmp_path: pathlib.Path, monkeypa
     library = importlib.import_module(kind)
     assert isinstance(library, types.ModuleType)
     fields = {'telemetry__tracker': kind, 'checkpoint__every': 2}
-    killed = SmallRun(tmp_path / 'run', **fields)
-    train_until_killed(killed, 3)
-    SmallRun(tmp_path / 'run', resume=True, **fields).train()
+    start_killed_and_resumed(tmp_path / 'run', 3, **fields).train()
     assert _stored(kind, tmp_path) == [1, 2, 3, 4, 5]

@@ -15,8 +15,8 @@ import pytest
 from areal_jax import main_check_log
 from areal_jax.report.aggregates import conservation
 from areal_jax.rollout.servers.server_entries import read_registry
+from checks.chaos_roles.pauses import StrangersClient
 from tests.app.test_main_train import ROOT, environment, wait_for_steps
-from tests.chaos_roles.pauses import StrangersClient
 
 STEPS = 3
 OWN = [

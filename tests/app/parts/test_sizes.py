@@ -166,24 +166,22 @@ def test_what_cannot_fit_is_refused_from_its_shapes(case, monkeypatch):
     assert '\n' not in str(refused.value)
 
 
-def test_the_limit_is_95_percent_of_the_memory(monkeypatch):
+@pytest.mark.parametrize('on_device', [False, True], ids=['the machine', 'an accelerator'])
+def test_the_limit_is_95_percent_of_the_memory_of_the_machine_or_of_one_device(monkeypatch, on_device):
     _, found = measured()
-    needed = sum(map(sum, (part.values() for part in (found.learner, found.engines, found.host))))
-    monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: int(needed / 0.95) + 1)
-    sizes.require_room(small_config())
-    monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: int(needed / 0.95) - 1)
-    with pytest.raises(ConfigError, match=r'95% of the .* of this machine \(or the limit of its cgroup\) are'):
-        sizes.require_room(small_config())
+    host = {} if on_device else found.host
+    needed = sum(map(sum, (part.values() for part in (found.learner, found.engines, host))))
+    of_machine = r'95% of the .* of this machine \(or the limit of its cgroup\) are'
+    said = re.escape(f'of {jax.devices()[0].device_kind}') if on_device else of_machine
 
+    def limit(size):
+        monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: 1 if on_device else size)
+        monkeypatch.setattr(sizes, 'device_memory', lambda _: size if on_device else None)
 
-def test_on_an_accelerator_the_limit_is_that_of_one_device(monkeypatch):
-    _, found = measured()
-    needed = sum(found.learner.values()) + sum(found.engines.values())
-    monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: 1)
-    monkeypatch.setattr(sizes, 'device_memory', lambda _: int(needed / 0.95) + 1)
+    limit(int(needed / 0.95) + 1)
     sizes.require_room(small_config())
-    monkeypatch.setattr(sizes, 'device_memory', lambda _: int(needed / 0.95) - 1)
-    with pytest.raises(ConfigError, match=re.escape(f'of {jax.devices()[0].device_kind}')):
+    limit(int(needed / 0.95) - 1)
+    with pytest.raises(ConfigError, match=said):
         sizes.require_room(small_config())
 
 

@@ -10,7 +10,7 @@ import pytest
 from areal_jax.learning.blockwise import BlockLearner
 from areal_jax.native.compiled_library import is_available
 from areal_jax.report.report import FILE
-from tests.app.small import SmallRun, call_after, equal
+from tests.app.small import SmallRun, equal, start_killed_and_resumed
 from tests.learning.blockwise.examples import leaves_of
 
 BLOCKS = {'optimizer__blocks': 3, 'optimizer__block_order': 'shuffled'}
@@ -51,15 +51,7 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(finished, tmp_path, state):
     # without the kernels a log-prob depends in its last bit on the company, and so on when checkpoints are taken
     same = state == 'host' and is_available()
     whole = finished if same else SmallRun(tmp_path / 'whole', **fields).train()
-    killed = SmallRun(tmp_path / 'killed', **fields)
-
-    def die():
-        raise KeyboardInterrupt
-
-    call_after(killed.session, 3, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    resumed = SmallRun(tmp_path / 'killed', resume=True, **fields)
+    resumed = start_killed_and_resumed(tmp_path / 'killed', 3, **fields)
     assert resumed.version_at_start in (2, 3)
     resumed.train()
     assert equal(resumed.final, whole.final)

@@ -14,7 +14,7 @@ from areal_jax.tasks.task import TaskError
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.workers.sandbox.confinement import find_abi
 from tests.app.run.test_sandboxed_run import RECORD
-from tests.app.small import SmallRun, train_until_killed
+from tests.app.small import SmallRun, start_killed_and_resumed
 
 pytestmark = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no Landlock')
 # every answer of the random model is a word: it is a name, and so it compiles, raises, or is no code
@@ -44,8 +44,7 @@ def test_a_problem_whose_checks_its_deadline_would_end_ends_the_start(fields, tm
 @pytest.mark.slow
 def test_a_killed_run_on_code_goes_on_and_is_replayed_without_running_any(fields, tmp_path, monkeypatch):
     workdir, out = tmp_path / 'run', tmp_path / 'out'
-    train_until_killed(SmallRun(workdir, **fields), 2)
-    run = SmallRun(workdir, resume=True, **fields).train()
+    run = start_killed_and_resumed(workdir, 2, **fields).train()
     found = run.report['code']
     assert sum(shares['mean'] for shares in found['labels'].values()) == pytest.approx(1.0)
     assert found['cpu_seconds'] > 0

@@ -15,9 +15,9 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.tasks.task import TaskError
-from tests.app.run.test_supervised import die, end_in_update, final, sft_config
+from checks.mutations import ROOT
+from tests.app.run.test_supervised import final, kill_in_update, sft_config
 from tests.app.small import equal
-from tests.mutations import ROOT
 
 
 def recipe(name, size, **fields):
@@ -70,10 +70,7 @@ def test_two_updates_on_pairs_are_measured_and_reported(tmp_path):
 def test_a_resumed_run_on_pairs_compares_with_the_start_and_equals_the_uninterrupted_one(tmp_path):
     config = pairs_config(checkpoint__every=2, sft__evaluate_every=3)
     whole, report = train(config, tmp_path / 'whole')
-    killed = build_run(config, tmp_path / 'killed')
-    end_in_update(killed, 3, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    kill_in_update(build_run(config, tmp_path / 'killed'), 3)
     resumed = build_run(config, tmp_path / 'killed', resume=True)
     assert resumed.program.step == 2
     found = resumed.train()
@@ -105,10 +102,7 @@ def test_a_reward_model_is_measured_resumed_exported_and_begins_a_critic(tmp_pat
     whole, report = train(config, tmp_path / 'whole')
     assert report['held_out_pairs']['0']['pair_accuracy'] == 0.5
     assert report['held_out_pairs']['2']['margin'] != 0
-    killed = build_run(config, tmp_path / 'killed')
-    end_in_update(killed, 1, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    kill_in_update(build_run(config, tmp_path / 'killed'), 1)
     resumed = build_run(config, tmp_path / 'killed', resume=True)
     assert resumed.train()['held_out_pairs'] == report['held_out_pairs']
     assert equal(final(resumed), final(whole))

@@ -11,7 +11,13 @@ from areal_jax import main_check_log
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import result_tokens
-from tests.app.simulate.test_simulated_run import compared, kill_and_resume, read_events, simulate, simulate_again
+from tests.app.simulate.test_simulated_run import (
+    kill_and_resume,
+    read_events,
+    simulate,
+    simulate_again,
+    simulate_both_ways,
+)
 from tests.app.small import SmallRun
 
 AGENT = """
@@ -76,10 +82,7 @@ def test_a_simulation_of_agents_has_the_events_of_the_run_whose_turns_it_has(tmp
     ids=['recompute', 'keep', 'preempted', 'one tool at a time'],
 )
 def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):
-    for join in (True, False):
-        simulate(tmp_path / str(join), simulation__join=join, run__steps=4, **EPISODES, **fields).train()
-    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
-    assert joined == single
+    simulate_both_ways(tmp_path, run__steps=4, **EPISODES, **fields)
     assert main_check_log.main([str(tmp_path / 'True')]) == ExitCode.FINISHED
     assert {event['turns'] for event in episodes(tmp_path / 'True')} == {1, 2, 3, 4}
 

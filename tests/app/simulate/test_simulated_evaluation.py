@@ -9,7 +9,7 @@ import pytest
 from areal_jax import main_check_log
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
-from tests.app.simulate.test_simulated_run import compared, read_events, simulate
+from tests.app.simulate.test_simulated_run import read_events, simulate, simulate_both_ways
 
 BESIDE = {
     'run__steps': 6, 'evaluation__problems': 6, 'evaluation__samples': 1, 'evaluation__every': 2,
@@ -66,10 +66,7 @@ def test_answers_beside_training_take_time_of_their_engines(tmp_path, evaluated)
 
 @pytest.mark.parametrize('fields', [{}, {'evaluation__every_dispatches': 2}, {'simulation__turns': 'uniform(1, 3)'}])
 def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):
-    for join in (True, False):
-        simulate(tmp_path / str(join), simulation__join=join, **BESIDE, **fields).train()
-    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
-    assert joined == single
+    simulate_both_ways(tmp_path, **BESIDE, **fields)
     assert {event['time'] for event in read_events(tmp_path / 'True') if event['kind'] == 'evaluation_decode'} == {
         event['time'] for event in read_events(tmp_path / 'False') if event['kind'] == 'evaluation_decode'
     }

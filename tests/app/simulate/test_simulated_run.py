@@ -16,7 +16,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import CountBackend
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun, call_after, small_config
+from tests.app.small import SmallRun, small_config, train_until_killed
 
 # what depends on the values of tokens and weights, or says where the run was made
 OF_VALUES = {'manifest', 'positions_read', 'devices'}
@@ -69,6 +69,15 @@ def compared(workdir):
     return [without(event, 'seq', 'run') for event in read_events(workdir) if event['kind'] in KEPT]
 
 
+def simulate_both_ways(directory, **fields):
+    """The events that dispatches of decoding may not move, which are those of joined and of single dispatches."""
+    for join in (True, False):
+        simulate(directory / str(join), simulation__join=join, **fields).train()
+    joined, single = (compared(directory / str(join)) for join in (True, False))
+    assert joined == single
+    return joined
+
+
 @pytest.fixture(scope='module')
 def simulated(tmp_path_factory):
     workdir = tmp_path_factory.mktemp('simulated')
@@ -106,10 +115,7 @@ def test_a_simulation_has_the_events_of_the_run_whose_lengths_it_has(tmp_path, m
     ids=['recompute', 'keep', 'wait', 'preempted', 'preempted, large blocks', 'mixed', 'in turns'],
 )  # fmt: skip
 def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):
-    for join in (True, False):
-        simulate(tmp_path / str(join), simulation__join=join, run__steps=3, **fields).train()
-    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
-    assert joined == single
+    joined = simulate_both_ways(tmp_path, run__steps=3, **fields)
     decoded = [
         [event for event in read_events(tmp_path / str(join)) if event['kind'] == 'decode'] for join in (True, False)
     ]
@@ -130,10 +136,7 @@ def test_ends_at_the_same_time_come_in_the_same_order(tmp_path, monkeypatch):
     monkeypatch.setattr(
         simulated_site, 'price_roofline', lambda settings, cluster, devices: {'decode': 0.1, **prices}
     )  # 0.1 a step: four of a dispatch take as long as all else
-    for join in (True, False):
-        simulate(tmp_path / str(join), simulation__join=join, run__steps=4).train()
-    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
-    assert joined == single
+    simulate_both_ways(tmp_path, run__steps=4)
 
 
 def test_the_log_keeps_every_rule_and_the_report_says_that_it_is_simulated(simulated):
@@ -167,14 +170,7 @@ def test_a_verifier_that_is_late_is_asked_again_and_then_given_up(tmp_path):
 def kill_and_resume(tmp_path, step, **fields):
     """The events of a whole simulation and of one that was killed after `step`; their metrics are the same."""
     simulate(tmp_path / 'whole', **fields).train()
-    killed = simulate(tmp_path / 'killed', **fields)
-
-    def die():
-        raise KeyboardInterrupt
-
-    call_after(killed, step, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    train_until_killed(simulate(tmp_path / 'killed', **fields), step)
     simulate(tmp_path / 'killed', resume=True, **fields).train()
     whole, again = (read_metrics(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'killed'))
     assert whole == again

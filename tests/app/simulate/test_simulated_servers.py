@@ -11,7 +11,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, LostPeerError
 from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.simulate.test_simulated_run import call_after, compared, read_events, simulate
+from tests.app.simulate.test_simulated_run import read_events, simulate, simulate_both_ways
+from tests.app.small import train_until_killed
 
 SERVERS = {'rollout__server': 'own', 'run__steps': 10, 'learner__filter_equal_rewards': False}
 DYING = {**SERVERS, 'simulation__failures': 'exponential(15)', 'simulation__restart': 'uniform(2, 6)'}
@@ -94,22 +95,12 @@ def test_an_answer_goes_on_elsewhere_with_all_its_tokens(dying):
 
 
 def test_joined_dispatches_change_no_event_but_their_own(tmp_path):
-    for join in (True, False):
-        simulate(tmp_path / str(join), simulation__join=join, **DYING).train()
-    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
-    assert joined == single
+    simulate_both_ways(tmp_path, **DYING)
     assert starts(tmp_path / 'True') == starts(tmp_path / 'False')
 
 
 def test_a_resumed_simulation_has_the_deaths_of_the_whole_one(tmp_path):
-    killed = simulate(tmp_path, **DYING, checkpoint__every=1)
-
-    def die():
-        raise KeyboardInterrupt
-
-    call_after(killed, 4, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    train_until_killed(simulate(tmp_path, **DYING, checkpoint__every=1), 4)
     simulate(tmp_path, resume=True, **DYING, checkpoint__every=1).train()
     assert main_check_log.main([str(tmp_path)]) == ExitCode.FINISHED
     assert len(read_metrics(tmp_path / 'metrics.jsonl')) == 10

@@ -1,4 +1,4 @@
-"""Engines of unequal size and speed in a simulation: what each holds, the table by class, a class that is left out."""
+"""Engines of unequal size and speed in a simulation: what each holds, answers that move, the table by class."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ WAITING = {  # the learner is the bottleneck: answers of a second, updates of fi
     'simulation__update_s': 5.0, 'run__steps': 10, 'learner__filter_equal_rewards': False, 'checkpoint__every': 1,
 }  # fmt: skip
 SPARE = WAITING | {'rollout__slow_engines': 'spare'}
+MIXED = {
+    'simulation__engine_chips': '2 x H800, 2 x H800/3', 'cluster__engines': '4 x tensor=1', 'run__steps': 8,
+    'staleness__eta': float('inf'), 'learner__filter_equal_rewards': False,
+}  # fmt: skip
 
 
 def test_engines_of_two_sizes_have_prices_devices_and_a_row_of_the_report_each(tmp_path):
@@ -116,3 +120,39 @@ def test_a_run_that_is_killed_leaves_the_class_out_as_the_whole_one(tmp_path, st
     found = kill_and_resume(tmp_path, step, **SPARE)
     decided = [[event for event in events if event['kind'] == 'spare'] for events in found]
     assert decided[0] == decided[1] != []
+
+
+@pytest.mark.parametrize('versions', [0, 1])
+def test_old_answers_leave_slow_engines_with_every_token(tmp_path, versions):
+    simulate(tmp_path, rollout__slow_versions=versions, **MIXED).train()
+    assert main_check_log.main([str(tmp_path)]) == ExitCode.FINISHED
+    events = read_events(tmp_path)
+    moves = [event for event in events if event['kind'] == 'move']
+    assert bool(moves) == bool(versions)
+    assert {event['from_engine'] for event in moves} <= {'engine/2', 'engine/3'}
+    finished = {f'0/{event["draw"]}/{event["sample"]}': event for event in events if event['kind'] == 'finish'}
+    generated = sum(event['tokens'] - event.get('discarded', 0) for event in events if event['kind'] == 'decode')
+    assert generated >= sum(event['tokens'] for event in finished.values())
+    assert not any('discarded' in event for event in events)
+    for move in moves:
+        assert move['tokens'] > 0
+        if move['request'] in finished:  # it goes on behind what it had, in versions that only rise
+            end = finished[move['request']]
+            assert end['tokens'] >= move['tokens']
+            assert end['versions'] == sorted(end['versions'])
+            assert len(end['versions']) > 1
+
+
+def test_the_cluster_of_the_other_tests_has_equal_engines(tmp_path):
+    """Nothing moves between engines of one speed."""
+    assert 'simulation__engine_chips' not in CLUSTER
+    simulate(tmp_path, rollout__slow_versions=1, run__steps=4).train()
+    assert not any(event['kind'] == 'move' for event in read_events(tmp_path))
+
+
+@pytest.mark.parametrize('step', [4, 6])
+def test_a_run_that_is_killed_moves_the_answers_of_the_whole_one(tmp_path, step):
+    """A resumed run knows how fast its engines are."""
+    found = kill_and_resume(tmp_path, step, rollout__slow_versions=1, checkpoint__every=1, **MIXED)
+    moved = [[event for event in events if event['kind'] == 'move'] for events in found]
+    assert moved[0] == moved[1] != []

@@ -1,7 +1,6 @@
 """The command as its user meets it, on toy arms: failure, resuming, signals, refusals, and the table."""
 
 import csv
-import pathlib
 import signal
 import subprocess
 import time
@@ -10,6 +9,7 @@ import pytest
 
 from areal_jax.app.sweep import arms as arms_of
 from tests.app.sweep.toy_sweep import PROGRAM, ROOT, TOY, ToySweep
+from tests.tasks.process_table import all_end
 from tests.telemetry.test_bar import read_all, show, start_on_terminal
 
 GRID = {f'eta{eta}_seed{seed}': {'staleness.eta': eta, 'run.seed': seed} for eta in (0, 4) for seed in range(3)}
@@ -31,13 +31,6 @@ def wait_for(condition, process):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def is_alive(pid):
-    try:
-        return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
-    except OSError:
-        return False
 
 
 def pids(sweep, arms):
@@ -151,7 +144,7 @@ def test_a_stop_signal_ends_all_arms_with_their_state_saved(tmp_path, number):
     page = (sweep.workdir / 'results.md').read_text()
     assert page.count('| it was stopped |') == 2
     assert page.count('| not started | 0 of 1000 |') == 1
-    assert not any(is_alive(pid) for pid in pids(sweep, GRID))
+    assert all_end(pids(sweep, GRID), within_s=0.0)
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path):
@@ -163,14 +156,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=4)
     assert process.returncode == 75
-    wait_until_gone(pids(sweep, GRID))
-
-
-def wait_until_gone(processes):
-    end = time.monotonic() + 10
-    while any(is_alive(pid) for pid in processes):
-        assert time.monotonic() < end, processes
-        time.sleep(0.02)
+    assert all_end(pids(sweep, GRID), within_s=10)
 
 
 def test_kill_9_of_the_sweep_leaves_no_orphan_and_the_same_command_goes_on(tmp_path):
@@ -180,7 +166,7 @@ def test_kill_9_of_the_sweep_leaves_no_orphan_and_the_same_command_goes_on(tmp_p
     wait_for(lambda: (sweep.workdir / first / 'report.json').exists() and len(sweep.updates(third)) > 3, process)
     process.kill()
     process.communicate()
-    wait_until_gone(pids(sweep, FEW))
+    assert all_end(pids(sweep, FEW), within_s=10)
     cut = len(sweep.updates(third))
     assert cut < 40
     process = sweep.start('--jobs=2')

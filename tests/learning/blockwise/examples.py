@@ -12,7 +12,7 @@ from areal_jax.learning.blockwise import BlockLearner, BlockOrder
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.sharding.rules import make_mesh, path_name
 from areal_jax.types import TrajectoryGroup
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning.examples import learner_settings, make_learner, make_optimizer, random_groups, tiny_decoder
 
 DECODER = tiny_decoder(n_layers=3)
 PARAMS = DECODER.init(seed=2, scale=2.0)
@@ -50,11 +50,8 @@ def make_block_learner(
 
 
 def make_whole_learner(*, optimizer='adamw', clip_norm=1.0, **changes):
-    return SpmdLearner(
-        DECODER, PARAMS, make_mesh(),
-        optimizer=make_optimizer(optimizer, clip_norm=clip_norm), learning_rate=0.05,
-        settings=learner_settings(**(_SHAPE | changes)),
-    )  # fmt: skip
+    optimizer = make_optimizer(optimizer, clip_norm=clip_norm)
+    return make_learner(decoder=DECODER, params=PARAMS, optimizer=optimizer, learning_rate=0.05, **changes)
 
 
 def leaves_of(tree) -> dict[str, np.ndarray]:

@@ -7,18 +7,15 @@ import pytest
 
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
 from areal_jax.learning.diagnostics.measurement import fate_metrics, inside_metrics
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import KnownTokens, StepResult
-from areal_jax.sharding.rules import make_mesh
 from areal_jax.telemetry import names
 from tests.learning.examples import (
     group,
     learner_settings,
-    make_optimizer,
+    make_learner,
     random_groups,
     segment,
-    tiny_decoder,
     trajectory,
 )
 
@@ -30,14 +27,8 @@ _FATES = (names.TRAINED_BY_AGE, names.FILTERED_BY_AGE, names.MASKED_BY_AGE, name
     ['recompute', pytest.param('loglinear', marks=pytest.mark.slow), pytest.param('behavior', marks=pytest.mark.slow)],
 )
 def test_the_ranges_of_ages_add_up_to_the_metrics_of_the_loss(proximal):
-    decoder = tiny_decoder(n_layers=1)
-    settings = learner_settings(
-        row_tokens=40, row_loss_tokens=24, n_minibatches=2, epochs=2, proximal=proximal, behavior_weight_cap=2.0
-    )
-    learner = SpmdLearner(
-        decoder, decoder.init(seed=2, scale=2.0), make_mesh(), optimizer=make_optimizer('sgd', clip_norm=0),
-        learning_rate=0.5, settings=settings,
-    )  # fmt: skip
+    settings = {'n_minibatches': 2, 'epochs': 2, 'proximal': proximal, 'behavior_weight_cap': 2.0}
+    learner = make_learner(learning_rate=0.5, **settings)
     metrics = learner.update(random_groups(5, 5), version=4)  # ages 2, 3, 4
     rows = {
         age: {key: metrics[f'by_age/{age}/{key}'] for key in ('tokens', 'clip_fraction', 'kl')} for age in ('2', '3-4')
@@ -111,18 +102,10 @@ def test_steps_inside_an_update():
     assert inside_metrics([], []) == {}
 
 
-def make_learner(**settings) -> SpmdLearner:
-    decoder = tiny_decoder(n_layers=1)
-    return SpmdLearner(
-        decoder, decoder.init(seed=2, scale=2.0), make_mesh(), optimizer=make_optimizer('sgd', clip_norm=0),
-        learning_rate=0.5, settings=learner_settings(row_tokens=40, row_loss_tokens=24, **settings),
-    )  # fmt: skip
-
-
 def test_tokens_of_an_update_are_those_of_its_weights_and_of_its_loss():
     groups = random_groups(5, 5)  # versions 0 to 2
     groups.append(group([1], [[2, 3], [4]], [1.0, 1.0], draw=99, version=4))  # equal rewards: filtered
-    learner = make_learner(n_minibatches=1, behavior_weight_cap=2.0)
+    learner = make_learner(learning_rate=0.5, n_minibatches=1, behavior_weight_cap=2.0)
     learner.publish(4)
     scored = {
         (g.draw, t.sample): learner.score(4, t.prompt.tokens, t.answer_tokens) for g in groups for t in g.trajectories
@@ -150,7 +133,7 @@ def test_tokens_of_an_update_are_those_of_its_weights_and_of_its_loss():
 
 def test_a_later_step_has_a_ratio_and_its_clip():
     groups = random_groups(5, 5)
-    learner = make_learner(n_minibatches=2, epochs=2)
+    learner = make_learner(learning_rate=0.5, n_minibatches=2, epochs=2)
     metrics = learner.update(groups, version=4)
     found = learner.read_tokens([g.draw for g in groups])
     ratio, clip, advantage = (
@@ -166,7 +149,7 @@ def test_a_later_step_has_a_ratio_and_its_clip():
 
 def test_tokens_that_are_too_old_are_masked_and_keep_their_policy():
     groups = random_groups(5, 5)
-    learner = make_learner(max_token_age=2, over_age='mask')
+    learner = make_learner(learning_rate=0.5, max_token_age=2, over_age='mask')
     learner.update(groups, version=4)
     for one, arrays in zip(groups, learner.read_tokens([g.draw for g in groups]), strict=True):
         for answer, of in zip(one.trajectories, arrays, strict=True):
@@ -178,7 +161,7 @@ def test_tokens_that_are_too_old_are_masked_and_keep_their_policy():
 
 
 def test_tokens_are_gone_with_the_publication():
-    learner = make_learner()
+    learner = make_learner(learning_rate=0.5)
     learner.update(random_groups(5, 2), version=4)
     learner.publish(5)
     with pytest.raises(AssertionError):

@@ -11,12 +11,12 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.diagnostics.ratio_split import Tokens, is_sampled, split_ratio
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import Segment, TrajectoryGroup
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning import examples
+from tests.learning.examples import random_groups, tiny_decoder
 
 _CONFIG = tiny_decoder(n_layers=2).config
 _PARAMS = tiny_decoder(n_layers=2).init(seed=2, scale=2.0)
@@ -24,15 +24,10 @@ _BYTES = sum(leaf.size * 4 for leaf in jax.tree.leaves(_PARAMS))
 _ALL = {'ratio_sample': 1.0, 'ring_bytes': 8 * _BYTES}
 
 
-def make_learner(ratio=_ALL, *, layers='list', fsdp=1, learning_rate=0.1, **settings):
-    shapes = {'row_tokens': 40, 'row_loss_tokens': 24, 'rows_per_microbatch': fsdp}
-    return SpmdLearner(
-        Decoder(_CONFIG, layers=layers),
-        _PARAMS,
-        make_mesh(fsdp=fsdp),
-        optimizer=make_optimizer('sgd', clip_norm=0),
-        learning_rate=learning_rate,
-        settings=learner_settings(**shapes | settings | (ratio or {})),
+def make_learner(ratio=_ALL, *, layers='list', fsdp=1, **settings):
+    settings = {'rows_per_microbatch': fsdp} | settings | (ratio or {})
+    return examples.make_learner(
+        make_mesh(fsdp=fsdp), decoder=Decoder(_CONFIG, layers=layers), params=_PARAMS, **settings
     )
 
 

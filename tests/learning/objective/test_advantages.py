@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 from areal_jax.config.objectives import BASE, OBJECTIVES
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.advantages import (
     ESTIMATORS,
     Passed,
@@ -30,8 +30,7 @@ from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import PackedBatch, TrajectoryGroup
 from tests.learning.examples import (
     group,
-    learner_settings,
-    make_optimizer,
+    make_learner,
     random_groups,
     segment,
     tiny_decoder,
@@ -84,15 +83,12 @@ def test_has_signal_where_one_reward_differs():
     assert has_signal(_group(0, 0, 1e-9))
 
 
-def test_infinite_reward_is_named():
-    with pytest.raises(ValueError, match='draw 0, sample 1: reward is nan'):
-        group_advantages_of(_group(0, float('nan')), 'group')
-
-
-def test_a_reward_whose_square_overflows_is_named():
-    # its standard deviation is infinite, so that all advantages would be 0 and nothing learned, silently
-    with pytest.raises(ValueError, match=r'draw 0, sample 1: reward is 1e\+200; verifiers must return finite numbers'):
-        group_advantages_of(_group(0, 1e200), 'group')
+# the standard deviation of the second is infinite, so that all advantages would be 0 and nothing learned, silently
+@pytest.mark.parametrize('reward', [float('nan'), 1e200])
+def test_a_reward_that_is_not_finite_or_whose_square_overflows_is_named(reward):
+    said = re.escape(f'draw 0, sample 1: reward is {reward}; verifiers must return finite numbers')
+    with pytest.raises(ValueError, match=said):
+        group_advantages_of(_group(0, reward), 'group')
 
 
 def test_unknown_estimator_is_named():
@@ -345,13 +341,7 @@ _GROUPS = random_groups(5, 5)
 def learner_of(mesh=(1, 1), **changes):
     """A learner with the choices of a method, or others, and weights that are not those of the reference."""
     choices = dict(BASE) | changes.pop('choices')
-    settings = learner_settings(
-        row_tokens=40, row_loss_tokens=24, objective=PolicyObjective(PolicyChoices(**choices)), **changes
-    )
-    return SpmdLearner(
-        _DECODER, _DECODER.init(seed=2, scale=2.0), make_mesh(*mesh), optimizer=make_optimizer('sgd', clip_norm=0),
-        learning_rate=0.1, settings=settings,
-    )  # fmt: skip
+    return make_learner(make_mesh(*mesh), objective=PolicyObjective(PolicyChoices(**choices)), **changes)
 
 
 VCPO = OBJECTIVES['vcpo'].choices

@@ -12,8 +12,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, kept_mass_metrics, token_weights
 from areal_jax.learning.packing import pack
 from areal_jax.types import TrajectoryGroup
-from tests.learning.examples import group, random_groups, segment, trajectory
-from tests.learning.test_learner import PARAMS, make_learner, make_weights
+from tests.learning.examples import group, make_learner, random_groups, segment, trajectory
+from tests.learning.test_learner import PARAMS, make_weights
 
 AGGREGATIONS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'prompt_mean', 'token_sum')
 _KEPT = group([1, 2], [[3], [4, 5, 6]], [0.0, 1.0])

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from areal_jax.config.fields import ConfigError
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import FORWARD_KL, REVERSE_KL
 from areal_jax.learning.objective.objectives import SampledDistillation, VocabularyDistillation
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning import examples
+from tests.learning.examples import random_groups, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
 from tests.models.test_decoder import hidden_of
 
@@ -86,12 +85,9 @@ _OBJECTIVES = [SampledDistillation(2.0), VocabularyDistillation('reverse'), Voca
 
 
 def make_learner(teacher, objective=_OBJECTIVES[0], student=_STUDENT, **settings):
-    settings = learner_settings(**{'row_tokens': 40, 'row_loss_tokens': 24} | settings, objective=objective)
-    sgd = make_optimizer('sgd', clip_norm=0)
     params = _PARAMS if student is _STUDENT else student.init(seed=2)
-    return SpmdLearner(
-        student, params, make_mesh(), optimizer=sgd, learning_rate=0.1, settings=settings, teacher=teacher
-    )  # fmt: skip
+    parts = {'teacher': teacher}
+    return examples.make_learner(decoder=student, params=params, parts=parts, objective=objective, **settings)
 
 
 @pytest.mark.parametrize('objective', _OBJECTIVES[:2], ids=['sampled', 'reverse'])

@@ -9,14 +9,12 @@ import pytest
 
 from areal_jax.config.loss import CriticSection
 from areal_jax.errors import UserError
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import RETURNS, VALUES, Objective, TokenAdvantages
 from areal_jax.learning.objective.objectives import load_objective, require_token_advantages
 from areal_jax.learning.optimizer import add_critic_optimizer
 from areal_jax.learning.packing import empty_batch
 from areal_jax.learning.weights import VALUE_HEAD, make_value_head
-from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from tests.learning.examples import make_learner, make_optimizer, random_groups, tiny_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +45,11 @@ class OneStep(Objective):
 
 
 def test_it_trains_values_and_reads_those_of_before_the_update():
-    decoder = tiny_decoder(n_layers=1)
-    settings = learner_settings(
-        objective=OneStep(), critic=CriticSection(trunk_gradient=0.0),
-        row_tokens=40, row_loss_tokens=24, rows_per_microbatch=2,
-    )  # fmt: skip
-    learner = SpmdLearner(
-        decoder, decoder.init(seed=2), make_mesh(), learning_rate=1e-9, settings=settings,
+    learner = make_learner(
+        params=tiny_decoder(n_layers=1).init(seed=2), learning_rate=1e-9, rows_per_microbatch=2,
         optimizer=add_critic_optimizer(make_optimizer('sgd', clip_norm=0), 0.05),
-        critic={VALUE_HEAD: make_value_head(16)},
+        parts={'critic': {VALUE_HEAD: make_value_head(16)}},
+        objective=OneStep(), critic=CriticSection(trunk_gradient=0.0),
     )  # fmt: skip
     values = [learner.update(random_groups(5, 3), 2)['own/value'] for _ in range(4)]
     assert values[0] == 0.0

@@ -165,19 +165,19 @@ def assert_all_differ(results):
             assert distance > 1e-3, f'{a} and {b} are the same'
 
 
-@pytest.mark.parametrize(('others', 'axis', 'values'), _AXES, ids=[axis for _, axis, _ in _AXES])
-def test_a_choice_changes_the_gradient(others, axis, values):
-    assert_all_differ((value, slopes(**others | {axis: value})) for value in values)
+_CHANGED = {slopes: _AXES, shaped_advantages: _REWARD_AXES, of_critic: _CRITIC_AXES}
 
 
-@pytest.mark.parametrize(('others', 'axis', 'values'), _REWARD_AXES, ids=[axis for _, axis, _ in _REWARD_AXES])
-def test_a_choice_changes_the_advantages(others, axis, values):
-    assert_all_differ((value, shaped_advantages(**others | {axis: value})) for value in values)
-
-
-@pytest.mark.parametrize(('others', 'axis', 'values'), _CRITIC_AXES, ids=[axis for _, axis, _ in _CRITIC_AXES])
-def test_a_choice_changes_what_a_critic_makes(others, axis, values):
-    assert_all_differ((value, of_critic(**others | {axis: value})) for value in values)
+@pytest.mark.parametrize(
+    ('compute', 'others', 'axis', 'values'),
+    [
+        pytest.param(compute, *axis, id=f'{compute.__name__} {axis[1]}')
+        for compute in _CHANGED
+        for axis in _CHANGED[compute]
+    ],
+)
+def test_a_choice_changes_gradient_advantages_or_what_a_critic_makes(compute, others, axis, values):
+    assert_all_differ((value, compute(**others | {axis: value})) for value in values)
 
 
 def test_each_field_of_a_combination_is_here():

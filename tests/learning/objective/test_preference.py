@@ -12,15 +12,14 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.loss import CriticSection
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import POLICY, REFERENCE, VALUES
 from areal_jax.learning.objective.objectives import DirectPreference, RewardModel
 from areal_jax.learning.optimizer import add_critic_optimizer
 from areal_jax.learning.packing import empty_batch
 from areal_jax.learning.weights import CRITIC, VALUE_HEAD, NonFiniteError
-from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import group, learner_settings, make_optimizer, tiny_decoder
+from tests.learning import examples
+from tests.learning.examples import group, make_optimizer, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
 
 _BETA = 0.5
@@ -133,16 +132,13 @@ OBJECTIVES = {'dpo': DirectPreference(_BETA), 'reward model': RewardModel()}
 
 
 def make_learner(objective='dpo', reference=_OTHER, **settings):
-    chosen, given = OBJECTIVES[objective], {'reference': reference}
+    chosen, parts = OBJECTIVES[objective], {'reference': reference}
     sgd = make_optimizer('sgd', clip_norm=0)
     if chosen.scores_answers:
         settings['critic'] = CriticSection(trunk_gradient=1.0)
-        given, sgd = {'critic': {VALUE_HEAD: _HEAD}}, add_critic_optimizer(sgd, 0.1)
-    settings = {'row_tokens': 32, 'row_loss_tokens': 24, 'packing': 'ordinary'} | settings
-    return SpmdLearner(
-        _DECODER, _PARAMS, make_mesh(), optimizer=sgd, learning_rate=0.1,
-        settings=learner_settings(**settings, objective=chosen), **given,
-    )  # fmt: skip
+        parts, sgd = {'critic': {VALUE_HEAD: _HEAD}}, add_critic_optimizer(sgd, 0.1)
+    settings = {'row_tokens': 32, 'packing': 'ordinary', 'objective': chosen} | settings
+    return examples.make_learner(params=_PARAMS, optimizer=sgd, parts=parts, **settings)
 
 
 @functools.cache

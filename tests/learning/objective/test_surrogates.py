@@ -27,12 +27,8 @@ def depends(one: Surrogate, other: Surrogate) -> bool:
 
 
 @pytest.mark.parametrize('name', KINDS)
-def test_a_kind_says_whether_its_rule_reads_the_ratio(name):
+def test_a_kind_says_whether_its_rule_reads_the_ratio_and_goes_on_where_it_is_constant(name):
     assert depends(compute(name, _LOG_RATIO), compute(name, 0.5 * _LOG_RATIO)) == KINDS[name].reads_ratio
-
-
-@pytest.mark.parametrize('name', KINDS)
-def test_a_kind_says_whether_its_rule_goes_on_where_a_ratio_is_constant(name):
     assert depends(compute(name, 25 + _LOG_RATIO), compute(name, 30 + _LOG_RATIO)) == KINDS[name].reads_log
 
 

@@ -17,36 +17,27 @@ def _largest_first(sizes, capacity):
     return sorted(range(len(sizes)), key=lambda i: -max(s / c for s, c in zip(sizes[i], capacity, strict=True)))
 
 
-def test_largest_first_into_the_first_bin_that_fits():
-    # capacity 10, decreasing 8 7 5 3 2: 8 opens bin 0, 7 opens 1, 5 opens 2, 3 fits 1 (7+3), 2 fits 0 (8+2)
-    assert pack_first_fit([(2,), (3,), (5,), (7,), (8,)], (10,)) == [[4, 0], [3, 1], [2]]
-
-
-def test_equal_sizes_go_by_index():
-    # 6 6 6 in 13: two in the first bin, in order
-    assert pack_first_fit([(6,), (6,), (6,)], (13,)) == [[0, 1], [2]]
-
-
-def test_second_capacity_opens_a_bin_where_the_first_would_fit():
-    # 4+4 of 10 tokens fit, 3+3 of 5 loss tokens do not; the small item (1, 2) goes to the lower of two equal bins
-    assert pack_first_fit([(4, 3), (4, 3), (1, 2)], (10, 5)) == [[0, 2], [1]]
-
-
-def test_neither_capacity_alone_decides():
-    # bins 0 and 1 have (0, 9) and (9, 0) free: together enough for (5, 5), neither of them is
-    assert pack_first_fit([(10, 1), (1, 10), (5, 5)], (10, 10)) == [[0], [1], [2]]
-
-
-def test_best_fit_leaves_least_of_the_scarcer_capacity():
-    # the first capacity is the scarcer (28 of 20 against 15 of 20). (9, 1), (8, 5), (6, 6) in bins of their own have 1,
-    # 2 and 4 free of it; (1, 3) would fit all: it goes where 1 is left; then (2, 0) to bin 1, (2, 0) to bin 2
-    sizes = [(9, 1), (8, 5), (6, 6), (1, 3), (2, 0), (2, 0)]
-    assert pack_first_fit(sizes, (10, 10)) == [[0, 3], [1, 4], [2, 5]]
-
-
-def test_a_bin_in_use_comes_before_an_empty_one_with_as_much_free():
-    # the first capacity is the scarcer (21 / 20 against 6 / 7); (0, 6) leaves all of it: (17, 0) joins, (4, 0) cannot
-    assert pack_first_fit([(0, 6), (4, 0), (17, 0)], _CAPACITY) == [[0, 2], [1]]
+@pytest.mark.parametrize(
+    ('sizes', 'capacity', 'bins'),
+    [
+        # largest first: decreasing 8 7 5 3 2: 8 opens bin 0, 7 opens 1, 5 opens 2, 3 fits 1 (7+3), 2 fits 0 (8+2)
+        ([(2,), (3,), (5,), (7,), (8,)], (10,), [[4, 0], [3, 1], [2]]),
+        # equal sizes go by index: two in the first bin, in order
+        ([(6,), (6,), (6,)], (13,), [[0, 1], [2]]),
+        # 4+4 of 10 tokens fit, 3+3 of 5 loss tokens do not; the small item (1, 2) goes to the lower of two equal bins
+        ([(4, 3), (4, 3), (1, 2)], (10, 5), [[0, 2], [1]]),
+        # bins 0 and 1 have (0, 9) and (9, 0) free: together enough for (5, 5), neither of them is
+        ([(10, 1), (1, 10), (5, 5)], (10, 10), [[0], [1], [2]]),
+        # the first capacity is the scarcer (28 of 20 against 15 of 20). (9, 1), (8, 5), (6, 6) in bins of their own
+        # have 1, 2 and 4 free of it; (1, 3) would fit all: it goes where 1 is left; then (2, 0) to bins 1 and 2
+        ([(9, 1), (8, 5), (6, 6), (1, 3), (2, 0), (2, 0)], (10, 10), [[0, 3], [1, 4], [2, 5]]),
+        # the first capacity is the scarcer (21 / 20 to 6 / 7); (0, 6) leaves all of it: (17, 0) joins, (4, 0) cannot
+        ([(0, 6), (4, 0), (17, 0)], _CAPACITY, [[0, 2], [1]]),
+    ],
+    ids=['decreasing', 'equal', 'second capacity', 'both capacities', 'scarcer capacity', 'a bin in use first'],
+)
+def test_first_fit_by_hand(sizes, capacity, bins):
+    assert pack_first_fit(sizes, capacity) == bins
 
 
 def test_fewest_sequences_by_hand():

@@ -11,9 +11,9 @@ from areal_jax.learning.objective.objective import held_out_likelihood
 from areal_jax.learning.weights import NonFiniteError, require_finite
 from areal_jax.models.weights import TARGETS, Lora
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.examples import group, random_groups
+from tests.learning.examples import group, make_learner, random_groups
 from tests.learning.test_forms import make_learner as _formed
-from tests.learning.test_learner import ADAM, PARAMS, make_learner
+from tests.learning.test_learner import ADAM, PARAMS
 
 _MESH = make_mesh()
 

@@ -126,7 +126,7 @@ def connect(parts: ClientParts) -> ServerEngine:
 # The protocol of our own servers, for a client: vLLM's, with staged weights and a version in each event.
 
 
-# of a pause: longer than a process of a run may be stopped and continue unharmed (60 s, tests/chaos)
+# of a pause: longer than a process of a run may be stopped and continue unharmed (60 s, checks/chaos)
 LEASE_S = 90.0
 
 

@@ -1,0 +1,1 @@
+"""Runs in roles whose processes are killed and stopped: python -m checks.chaos_roles. See __main__.py."""

@@ -1,1 +1,0 @@
-"""Real runs that are killed, stopped, starved of disk and fed damaged files: python -m tests.chaos."""

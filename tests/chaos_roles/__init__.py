@@ -1,1 +1,0 @@
-"""Runs in roles whose processes are killed and stopped: python -m tests.chaos_roles. See __main__.py."""

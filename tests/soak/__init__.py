@@ -1,1 +1,0 @@
-"""A pool of two real servers under faults and abuse for a long time: python -m tests.soak. See __main__.py."""
