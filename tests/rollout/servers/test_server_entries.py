@@ -7,11 +7,18 @@ import os
 
 import pytest
 
+from areal_jax.config.kinds import EXTERNAL, OWN_CLIENT
 from areal_jax.errors import UserError
 from areal_jax.registry import Entry, Registration
 from areal_jax.rollout.pool import needs_spans
 from areal_jax.rollout.servers.keeper import SAYS_NOTHING, ServerFacts, require_fit
-from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, describe_server, read_registry
+from areal_jax.rollout.servers.server_entries import (
+    RegistryWatch,
+    ServerEntry,
+    describe_server,
+    read_address,
+    read_registry,
+)
 from tests.rollout.servers.rig import ServerRig, request
 
 
@@ -212,3 +219,27 @@ def test_a_server_without_a_capability_is_refused_like_one_that_does_not_fit():
         'a server is refused: engine/0 cannot tell the version of each token after a swap, which learning needs: '
         'change that setting or use other engines'
     ]
+
+
+@pytest.mark.parametrize(
+    ('address', 'kind', 'url'),
+    [
+        ('vllm+http://127.0.0.1:8000', 'vllm', 'http://127.0.0.1:8000'),
+        ('sglang+https://host.example:30000/', 'sglang', 'https://host.example:30000'),
+    ],
+)
+def test_an_address_names_the_protocol_and_the_server(address, kind, url):
+    entry = read_address(address, EXTERNAL.clients)
+    assert (entry.kind, entry.url) == (kind, url)
+
+
+def test_a_kind_without_addresses_is_none_of_them():
+    with pytest.raises(UserError, match=r'is no address'):
+        read_address('own+http://host:1', [*EXTERNAL.clients, OWN_CLIENT])
+
+
+@pytest.mark.parametrize('address', ['', 'http://host:1', 'vllm+host:1', 'other+http://host:1', 'vllm+http://host/v1'])
+def test_what_is_no_address_is_refused_by_its_value(address):
+    with pytest.raises(UserError, match=r"' is no address of a server \(rollout.urls\): write sglang\+http") as refused:
+        read_address(address, EXTERNAL.clients)
+    assert repr(address) in str(refused.value)
