@@ -54,20 +54,6 @@ def test_new_weights_split_the_answer_into_segments_at_a_dispatch(kv_policy, aft
     assert stale == (kv_policy == 'keep')
 
 
-@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
-def test_interrupting_with_equal_weights_changes_nothing_but_versions(kv_policy):
-    async def script(rig, times):
-        running = [rig.engine.generate(request(sample)) for sample in range(5)]
-        for version in range(times):
-            await rig.pass_time(0.013)
-            await rig.load(version + 1, (0, 0))
-        return [np.concatenate([s.tokens for s in await collect(r)]).tolist() for r in running]
-
-    rig = Rig(slots=3, kv_policy=kv_policy)
-    assert rig.run(lambda r: script(r, 4)) == Rig(slots=3).run(lambda r: script(r, 0))
-    assert len(rig.kinds('interrupt')) >= 2
-
-
 def test_new_weights_that_wait_are_not_held_up_by_what_has_not_begun():
     """A begun answer behind one that has not begun gets a slot and ends; a pause ends the wait."""
 
@@ -85,15 +71,6 @@ def test_new_weights_that_wait_are_not_held_up_by_what_has_not_begun():
 
     assert Rig(slots=1, kv_policy='wait').run(lambda rig: script(rig, False)) == [[0], [1], [0]]
     assert Rig(slots=1, kv_policy='wait').run(lambda rig: script(rig, True)) == [[0, 1], [1], [1]]
-
-
-@scripted(Rig)
-async def test_a_request_with_a_prefix_goes_on_after_it(rig):
-    prefix = Segment(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)
-
-    (segment,) = await collect(rig.engine.generate(request(0, prefix=(prefix,))))
-    assert len(segment.tokens) == 7 - 2  # the budget counts what was there
-    assert segment.tokens[0] == token(0, DRAW, 0, 5)
 
 
 @scripted(Rig, slots=2)
