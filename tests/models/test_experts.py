@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.experts import Routing, choose_experts
-from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.expert_products import mix_blocks
+from areal_jax.models.experts import Routing, choose_experts, make_mix, rotary, rotate, stretch
+from areal_jax.models.shape import Experts, Llama3Scaling, ModelConfig
 from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import TOKEN_AXES, make_mesh
+from tests.models import reference
+from tests.models.test_expert_products import NAMES, Case, make_inputs
 
 EXPERTS = Experts(6, 2, 12)
 CONFIG = ModelConfig(
@@ -164,3 +172,134 @@ def test_what_experts_cannot_do_is_refused_by_name():
         dataclasses.replace(CONFIG, family='llama')
     with pytest.raises(ConfigError, match=r'dense layers \(2,\) must be layers, 0 to 1'):
         dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, dense_layers=(2,)))
+
+
+# Experts over a mesh.
+
+
+CASE = Case(8, 3, 24, 20, 48, none=0.2)
+INPUTS = make_inputs(CASE)
+_MESHES = [
+    ({'expert': 4, 'fsdp': 2}, TOKEN_AXES),
+    ({'expert': 2, 'tensor': 2, 'data': 2}, TOKEN_AXES),
+    ({'expert': 2, 'context': 2, 'fsdp': 2}, TOKEN_AXES),
+    ({'expert': 3, 'fsdp': 2}, TOKEN_AXES),  # 3 does not divide 8 experts: every device has all
+    ({'expert': 2}, ()),  # of an engine
+    ({'expert': 2, 'tensor': 2}, ()),
+]
+
+
+def differentiate(mix, x, experts, weights, gate, up, down, dy):
+    """y and its gradients."""
+
+    @jax.jit
+    def run(x, weights, *matrices):
+        y, pull = jax.vjp(lambda x, weights, *rest: mix(x, experts, weights, *rest), x, weights, *matrices)
+        return y, *pull(dy)
+
+    return jax.device_get(run(x, weights, gate, up, down))
+
+
+@pytest.fixture(scope='module')
+def expected():
+    return differentiate(mix_blocks, *INPUTS)
+
+
+def _name(value):
+    return ','.join(f'{axis}={size}' for axis, size in value.items()) if isinstance(value, dict) else ' '.join(value)
+
+
+@pytest.mark.parametrize(('axes', 'token_axes'), _MESHES, ids=_name)
+def test_a_mesh_computes_the_same_output_and_gradients(expected, axes, token_axes):
+    found = differentiate(make_mix('cpu', make_mesh(**axes), token_axes), *INPUTS)
+    for name, value, wanted in zip(NAMES, found, expected, strict=True):
+        assert np.linalg.norm(value - wanted) <= 2e-6 * np.linalg.norm(wanted), name
+
+
+def test_an_expert_or_a_token_without_a_choice_has_no_gradient():
+    *inputs, dy = make_inputs(Case(8, 2, 24, 20, 64, 'few', 0.3))  # experts of odd number have no token
+    found = differentiate(make_mix('cpu', make_mesh(expert=4, fsdp=2), TOKEN_AXES), *inputs, dy)
+    y, dx, _, d_gate, d_up, d_down = found
+    for leaf in (d_gate, d_up, d_down):
+        assert not leaf[1::2].any()
+        assert leaf[::2].any()
+    idle = (inputs[1] == 8).all(axis=1)
+    assert idle.any()
+    assert not y[idle].any()
+    assert not dx[idle].any()
+
+
+def test_tokens_are_exchanged_and_experts_stay_where_they_are():
+    mesh = make_mesh(expert=4, data=2)
+    at = lambda *axes: NamedSharding(mesh, P(*axes))
+    by_token, by_expert = at(TOKEN_AXES), at('expert')
+    mix = jax.jit(
+        make_mix('cpu', mesh, TOKEN_AXES), in_shardings=(by_token,) * 3 + (by_expert,) * 3, out_shardings=by_token
+    )
+    text = mix.lower(*INPUTS[:-1]).compile().as_text()
+    exchanged = re.findall(r'= (\w+\[[\d,]*\])\S* (all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(', text)
+    # 48 tokens of width 24 with 3 choices, over 2 groups of 4 devices: each gathers 24 and has the sums for 6
+    assert sorted(exchanged) == [
+        ('f32[24,24]', 'all-gather'), ('f32[24,3]', 'all-gather'), ('f32[6,24]', 'reduce-scatter'),
+        ('s32[24,3]', 'all-gather'),
+    ]  # fmt: skip
+
+
+# Rotary positions.
+
+
+# transformers 5.23.0, ROPE_INIT_FUNCTIONS['llama3'] for the numbers of Llama 3.1 8B: frequency of pair j
+LLAMA_31 = Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context_tokens=8192)
+RECORDED = {
+    0: 1.0, 10: 0.12868738, 28: 0.0032114461, 29: 0.0021665706, 31: 0.00085675146, 34: 0.00017850779,
+    35: 9.5562122e-05, 63: 3.0689259e-07,
+}  # fmt: skip
+
+
+def test_angles_by_hand():
+    # D = 4, theta = 100: frequencies 100^(-0/4) = 1 and 100^(-2/4) = .1; position 3 turns by 3 and .3
+    cosine, sine = rotary(jnp.array([0, 3]), 4, 100.0)
+    np.testing.assert_allclose(cosine, [[1, 1], [math.cos(3), math.cos(0.3)]], rtol=1e-6)
+    np.testing.assert_allclose(sine, [[0, 0], [math.sin(3), math.sin(0.3)]], rtol=1e-6)
+
+
+def test_rotation_by_hand():
+    # pairs (1, 3) by 90 degrees: (-3, 1); (2, 4) by 180: (-2, -4). Firsts, then seconds.
+    turned = rotate(jnp.array([[[1.0, 2.0, 3.0, 4.0]]]), jnp.array([[0.0, -1.0]]), jnp.array([[1.0, 0.0]]))
+    np.testing.assert_allclose(turned, [[[-3, -2, 1, -4]]])
+
+
+def test_scores_depend_on_the_distance_of_positions_alone():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 8))
+
+    def score(at_q, at_k):
+        turned = [rotate(jnp.array([x]), *rotary(jnp.array([at]), 8, 100.0)) for x, at in ((q, at_q), (k, at_k))]
+        return float(jnp.sum(turned[0] * turned[1]))
+
+    assert score(7, 4) == pytest.approx(score(103, 100), abs=1e-4)
+    assert abs(score(7, 4) - score(4, 7)) > 1e-2
+
+
+def test_a_rotation_in_bfloat16_turns_by_float32_angles():
+    # 1001 in bfloat16, whose mantissa has 8 bits, is 1000: an angle wrong by 1
+    x = jnp.array([[[1.0, 0.0]]], jnp.bfloat16)
+    turned = rotate(x, *rotary(jnp.array([1001]), 2, 100.0))
+    assert turned.dtype == jnp.bfloat16
+    np.testing.assert_allclose(turned.astype(np.float32)[0, 0], [math.cos(1001), math.sin(1001)], atol=4e-3)
+
+
+def test_a_long_a_short_and_a_wavelength_between_by_hand():
+    # turns in the original context of 160: 160 f / 2pi = 25.46, 2.546 and .2546
+    #   1 turns more than 4 times: kept.   .01 less than once: / 8 = .00125
+    #   .1 is (2.5465 - 1) / (4 - 1) = .51549 of the way: .1 (.51549 + .48451 / 8) = .0576055
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 160)
+    np.testing.assert_allclose(stretch(np.array([1.0, 0.1, 0.01]), scaling), [1.0, 0.0576055, 0.00125], rtol=1e-5)
+
+
+def test_llama_31_turns_as_its_rule_and_another_implementation_say():
+    # position 1 turns by the frequency itself
+    cosine, sine = rotary(jnp.array([1]), 128, 500000.0, LLAMA_31)
+    frequencies = np.arctan2(sine[0], cosine[0])
+    rule = reference.llama3_frequencies(128, 500000.0, factor=8.0, low=1.0, high=4.0, original_context=8192)
+    np.testing.assert_allclose(frequencies, rule, rtol=1e-6)
+    np.testing.assert_allclose(frequencies[list(RECORDED)], list(RECORDED.values()), rtol=1e-6)
