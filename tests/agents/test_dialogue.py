@@ -77,16 +77,6 @@ async def two_turns(prompt, dialogue):
     assert (first.text, second.text) == ('a', 'b')
 
 
-def test_the_second_turn_reads_the_sampled_ids_of_the_first():
-    run = Run(two_turns, ids_of('a'), ids_of('b'))
-    ((first, between, second),) = run.rows
-    assert (first, second) == (ids_of('a'), ids_of('b'))
-    assert run.pool.requests[1].prompt_tokens.tolist() == [*PROMPT.tokens, *first, *between]
-    assert run.episode.rows[0].prompt_tokens is None  # it begins with the prompt of the draw
-    assert [s.policy_version for s in run.episode.rows[0].segments] == [1, NOT_GENERATED, 2]
-    assert run.ends == ('stop', 'stop')
-
-
 def test_rows_of_an_episode_have_requests_and_noise_of_their_own():
     async def agents(prompt, dialogue):
         await dialogue.chat([user('q')])
@@ -278,22 +268,6 @@ def test_an_answer_that_was_under_way_goes_on_where_it_was():
     (request,) = resumed.pool.requests
     assert [s.tokens.tolist() for s in request.prefix] == [run_segment.tokens.tolist()]
     assert resumed.errors  # 'b' and then 'c' is another text than `two_turns` expects
-
-
-def test_a_program_that_goes_another_way_leaves_the_record_and_its_tokens_are_counted():
-    async def another(prompt, dialogue):
-        first = await dialogue.chat([user('q')])
-        await dialogue.chat([user('q'), first.message, user('else')])
-
-    cut = Run(two_turns, ids_of('a'), ids_of('b'))
-    episode = saved(cut.episode)
-    episode.label, episode.finish_reason = '', None
-    resumed = Run(another, ids_of('d'), episode=episode)
-    ((first, _, last),) = resumed.rows
-    assert (first, last) == (ids_of('a'), ids_of('d'))
-    assert resumed.episode.discarded == {2: len(ids_of('b'))}
-    assert len(resumed.pool.requests) == 1
-    assert len(resumed.episode.rows) == 1
 
 
 def test_no_message_is_an_error_of_the_program():
