@@ -21,7 +21,7 @@ async def test_a_server_that_an_earlier_run_left_paused_is_fenced_first_and_serv
     await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'}, seconds=0.5)
     (answer,) = rig.ask(request(0))
     await rig.end_of([answer], seconds=0.5)
-    check(answer, 8)
+    check(8, answer)
     assert server.calls[:4] == ['pause', 'fence', 'ask', 'stage']  # nothing is trusted of what is there
     assert [state for state, _ in rig.reasons('engine/0')] == ['syncing', 'probing', 'serving']
 
@@ -54,8 +54,7 @@ async def test_a_server_that_obeys_the_run_no_longer_is_fenced_and_gets_its_weig
     await rig.until(lambda: server.fenced == 2)
     await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving' and (done is None or done))
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 100)
+    check(100, *answers)
     rig.check_closed()
     calls = server.calls
     assert calls[calls.index('fence') + 1 :][:3] == ['stage', 'swap', 'ask']
@@ -71,8 +70,7 @@ async def test_a_run_says_who_else_has_paused_a_server_and_ends_that_pause_not(r
     rig.servers[0].trouble = {'paused by a stranger'}
     await rig.until(lambda: rig.pool.states()['engine/0'] == 'unknown')
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 100)
+    check(100, *answers)
     assert rig.warnings == ['engine/0 (toy:engine/0): it is paused for 3 s by a stranger']
     rig.servers[1].die()
     await rig.pass_time(25.0)

@@ -12,12 +12,13 @@ from tests.rollout.scripted import scripted
 from tests.rollout.servers.rig import PROBE, PROMPT, ServerRig, request, weights
 
 
-def check(answer, tokens):
-    """The answer is what one engine would have said: no token is lost, repeated or of another version."""
-    assert answer.error is None
-    assert len(answer.tokens) == tokens
-    assert answer.tokens == [1 + (7 * v + len(PROMPT) + i) % 9 for i, v in enumerate(answer.versions)]
-    assert answer.generation.finish_reason == 'length'
+def check(tokens, *answers):
+    """Answers are what one engine would have said: no token is lost, repeated or of another version."""
+    for answer in answers:
+        assert answer.error is None
+        assert len(answer.tokens) == tokens
+        assert answer.tokens == [1 + (7 * v + len(PROMPT) + i) % 9 for i, v in enumerate(answer.versions)]
+        assert answer.generation.finish_reason == 'length'
 
 
 # Joining.
@@ -30,7 +31,7 @@ async def test_a_server_gets_the_current_version_and_answers_a_probe_before_it_g
     assert not found[0].tokens  # it waits for a server
     rig.pool.join(rig.servers[0], 1, 'toy:0')
     await rig.end_of(found)
-    check(found[0], 8)
+    check(8, found[0])
     rig.check_closed()
     kinds = ['register', 'engine_state', 'stage', 'load', 'probe', 'join', 'route']
     order = [e['kind'] for e in rig.log.events if e['kind'] in kinds]
@@ -71,7 +72,7 @@ def test_a_server_whose_logprobs_are_not_the_learners_gets_no_work_until_they_ar
         await rig.until(lambda: rig.pool.states() == {'engine/0': 'quarantined'})
         assert not found[0].tokens
         await rig.end_of(found)
-        check(found[0], 8)
+        check(8, found[0])
 
     asked = []
     rig = ServerRig(1, probe=PROBE, score=score, join=False)
@@ -141,8 +142,7 @@ async def test_a_later_incarnation_replaces_an_earlier_one_and_an_earlier_one_is
     rig.pool.join(rig.servers[0], 2, 'toy:0')
     rig.pool.join(rig.servers[0], 1, 'toy:0')  # an entry of the dead one
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 40)
+    check(40, *answers)
     assert rig.pool.states() == {'engine/0': 'serving', 'engine/1': 'serving'}
     rig.check_closed()
     assert [(e['engine'], e['incarnation']) for e in rig.kinds('register')] == [
@@ -166,7 +166,7 @@ async def test_a_dead_server_loses_nothing_that_was_received(rig):
     rig.servers[0].die()
     await rig.end_of(answers)
     for answer in answers:
-        check(answer, 30)
+        check(30, answer)
         assert answer.tokens[: len(kept[id(answer)])] == kept[id(answer)]
         assert answer.generation.engine == 'engine/1'
     assert rig.pool.states()['engine/0'] != 'serving'
@@ -200,8 +200,7 @@ async def test_a_lost_connection_is_one_failure_however_many_requests_it_carried
     await rig.pass_time(0.1)
     rig.servers[0].cut()
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 40)
+    check(40, *answers)
     assert sorted(answer.generation.attempts for answer in answers) == [0] * 8 + [1] * 8
     later = rig.ask(*(request(draw) for draw in range(20, 24)))
     await rig.end_of(later)
@@ -232,7 +231,7 @@ async def test_with_one_server_a_failed_request_waits_until_it_is_known_to_be_we
     asked = server.calls.count('ask')
     await rig.end_of([answer])
     assert server.calls.count('ask') > asked - 1
-    check(answer, 8)
+    check(8, answer)
 
 
 @scripted(ServerRig, 2)
@@ -250,7 +249,7 @@ async def test_an_answer_whose_end_was_lost_is_not_generated_again(rig):
     await rig.until(lambda: len(answer.tokens) == 3)
     rig.pool.suspect(server.name, 'it is silent')
     await rig.end_of([answer])
-    check(answer, 3)
+    check(3, answer)
     assert rig.kinds('move') == []
 
 
@@ -284,7 +283,7 @@ async def test_a_server_that_hangs_is_found_out_fenced_and_used_again(rig):
     assert rig.clock.now() - hung_s < 5.0
     await rig.end_of(answers)
     for answer in answers:
-        check(answer, 60)
+        check(60, answer)
         assert answer.generation.engine == 'engine/1'
     assert rig.servers[0].fenced == 1  # when it joined
     rig.servers[0].heal()  # it goes on with what it had
@@ -292,7 +291,7 @@ async def test_a_server_that_hangs_is_found_out_fenced_and_used_again(rig):
     assert rig.servers[0].fenced == 2
     (late,) = rig.ask(request(9))
     await rig.end_of([late])
-    check(late, 8)
+    check(8, late)
     rig.check_closed()
     assert [e['engine'] for e in rig.kinds('fence')] == ['engine/0', 'engine/1', 'engine/0']
 
@@ -306,8 +305,7 @@ async def test_a_silent_server_is_suspected_at_once(rig):
     rig.pool.suspect('engine/7', 'not there')
     assert rig.pool.states()['engine/0'] == 'unknown'
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 60)
+    check(60, *answers)
     assert rig.reasons('engine/0')[-1] == ('unknown', 'no heartbeat for 3 s')
 
 
@@ -328,8 +326,7 @@ async def test_a_pause_does_not_wait_for_a_server_that_hangs(rig):
     assert not asked_meanwhile.tokens
     rig.pool.resume()
     await rig.end_of([*answers, asked_meanwhile])
-    for answer in answers:
-        check(answer, 60)
+    check(60, *answers)
     assert order == [('engine/1', 1, 0), ('', 0, 0)]
 
 
@@ -346,7 +343,7 @@ async def test_a_server_that_leaves_finishes_what_it_has_and_gets_nothing_new(ri
     assert {answer.generation.engine for answer in later} == {'engine/1'}
     await rig.end_of([*answers, *later])
     await rig.until(lambda: rig.pool.states() == {'engine/1': 'serving'})
-    check(answers[0], 20)
+    check(20, answers[0])
     assert answers[0].generation.engine == 'engine/0'
     rig.check_closed()
     assert rig.kinds('move') == []
@@ -359,7 +356,7 @@ async def test_what_a_leaving_server_does_not_finish_in_time_moves_and_is_no_fai
     await rig.pass_time(0.05)
     rig.pool.leave('engine/0', 'SIGTERM')
     await rig.end_of(answers)
-    check(answers[0], 200)
+    check(200, answers[0])
     assert (answers[0].generation.attempts, answers[0].generation.engine) == (0, 'engine/1')
     assert rig.pool.states() == {'engine/1': 'serving'}
     assert [e['attempt'] for e in rig.kinds('move')] == [0]
@@ -392,7 +389,7 @@ async def test_a_version_is_staged_while_decoding_goes_on_swapped_and_acknowledg
     assert [server.version for server in rig.servers] == [1, 1]
     await rig.end_of(answers)
     for answer in answers:
-        check(answer, 60)
+        check(60, answer)
         assert answer.versions == sorted(answer.versions)
         assert set(answer.versions) == {0, 1}
     assert done == [0.01]
@@ -411,7 +408,7 @@ async def test_tokens_of_a_version_that_is_swapped_in_and_not_acknowledged_yet_a
     await rig.until(lambda: done)
     await rig.end_of(answers)
     for answer in answers:
-        check(answer, 60)
+        check(60, answer)
         assert set(answer.versions) == {0, 1}
     assert (out_of_service(rig), rig.kinds('move')) == ([], [])
 
@@ -445,7 +442,7 @@ async def test_a_server_that_refuses_a_version_serves_on_within_the_bound_and_is
     await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving')
     assert rig.servers[0].version == 2
     await rig.end_of([answer])
-    check(answer, 400)
+    check(400, answer)
     assert answer.generation.attempts == 0
     assert (
         'it is 2 versions behind: engine/0: the digest of a leaf is wrong' in dict(rig.reasons('engine/0'))['syncing']
@@ -468,8 +465,7 @@ async def test_after_an_unknown_outcome_the_server_is_asked_and_gets_no_requests
     assert rig.pool.states()['engine/0'] != 'serving'
     calls = len(server.calls)
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 100)
+    check(100, *answers)
     if is_silent:
         await rig.pass_time(2.0)
         assert set(server.calls[calls:]) == {'ask'}
@@ -509,8 +505,7 @@ async def test_a_server_that_delivers_what_cannot_be_is_taken_out_and_its_reques
     rig.servers[0].trouble = {trouble}
     await rig.until(lambda: rig.pool.states()['engine/0'] == 'quarantined')
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 30)
+    check(30, *answers)
     reason = 'the log-prob nan' if trouble == 'garbage' else 'tokens of version 5, and it was given 0 to 0'
     assert reason in dict(rig.reasons('engine/0'))['quarantined']
 
@@ -529,8 +524,7 @@ async def test_a_server_may_die_or_hang_in_each_part_of_a_commit(rig, end, at_s)
         rig.servers[0].trouble = {'hangs'}
     await rig.until(lambda: done)
     await rig.end_of(answers)
-    for answer in answers:
-        check(answer, 50)
+    check(50, *answers)
     rig.check_closed()
     rig.servers[0].restart()
     await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving', 'engine/1': 'serving'})
