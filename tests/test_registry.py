@@ -1,4 +1,4 @@
-"""The registry: who holds a name, whatever the order of the accesses to the directory."""
+"""The registry: who holds a name, whatever the order of the accesses; who is alive, and waits that name for whom."""
 
 from __future__ import annotations
 

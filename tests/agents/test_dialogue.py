@@ -1,4 +1,4 @@
-"""Calls of a program: what they generate, what a budget ends, and what a resumed episode does not generate again."""
+"""Calls of a program: the rows that they continue, what a budget ends, and what a resumed episode does not repeat."""
 
 from __future__ import annotations
 

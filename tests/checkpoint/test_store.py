@@ -1,4 +1,5 @@
-"""Arrays and run state of a step: both or neither, whatever happens while they are written."""
+"""Arrays and run state of a step: both or neither, whatever happens while they are written; which checkpoint a run
+goes on from, and how many stay on a disk that is nearly full."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""The processes of a run wait for each other before the first collective, and see one workdir."""
+"""The processes of a run wait for each other before the first collective, and see one workdir and no other cluster."""
 
 from __future__ import annotations
 

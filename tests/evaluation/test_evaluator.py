@@ -1,4 +1,5 @@
-"""The evaluator around the toy engine: every answer, and so every score, is known (tests/toys.py)."""
+"""The evaluator around the toy engine, alone and beside training: every answer, and so every score, is known
+(tests/toys.py)."""
 
 import collections
 import itertools

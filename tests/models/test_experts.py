@@ -1,4 +1,5 @@
-"""Routers and layers of experts: the formula in float64, recorded routes, and what padding and company may not do."""
+"""Routers and layers of experts, also over meshes: the formula in float64, recorded routes, and what padding and
+company may not do; rotary positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python asks the kernels for: the same as numpy and jax, without a program of XLA."""
+"""What Python asks the kernels for: the same as numpy and jax, without a program of XLA; products in 8 bits."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""The final weights as others load them."""
+"""The final weights as others load them, and a version that several processes write. Processes are played one after
+the other; see tests/distributed for real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a version is sent as: whole or as a delta, and the base that is named."""
+"""What a version is sent as, whole or as a delta, and its base; what a reader makes of damage, joiners and pins."""
 
 import ctypes
 import dataclasses

@@ -1,4 +1,4 @@
-"""A request inside the local engine: growing arrays, segments and the key of its prompt."""
+"""A request inside the local engine: growing arrays, segments, the key of its prompt, and strings that end it."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,5 @@
-"""What an engine does next, seen from its log and from a backend that knows every position (tests/toys.py)."""
+"""Slots and their queue, and what an engine does next, seen from its log and from a backend that knows every position
+(tests/toys.py)."""
 
 import dataclasses
 import random

@@ -1,4 +1,5 @@
-"""Chat templates come from outside: whatever one does ends in a text or in one sentence, soon and in little memory."""
+"""Chat templates: whatever one does ends in a text or in one sentence, soon and in little memory; what they call and
+see, as in transformers; the one with Hermes notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that an earlier run or others have paused, that obey the run no longer, and the end of a run."""
+"""Servers that others have paused, that obey the run no longer or drift from the learner, and the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry: who may register, what a reader sees, and what the pool is told."""
+"""The registry: who may register, what a reader sees, and what the pool is told; addresses of servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bubblewrap: what a wrapped command keeps and loses, and what a machine that cannot run it is told."""
+"""Bubblewrap: what a wrapped command keeps and loses, and what a machine that cannot run it is told; the filter of
+system calls, run by an interpreter of its instructions."""
 
 from __future__ import annotations
 
