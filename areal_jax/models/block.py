@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from areal_jax.models.experts import Routed, Routing, choose_experts, rotate
+from areal_jax.models.experts import Routed, Routing, choose_experts
 from areal_jax.models.families import Experts, ModelConfig
 from areal_jax.models.quantized import Activations
+from areal_jax.models.rotary import rotate
 from areal_jax.models.weights import Lora, Nested, WeightSpec
 from areal_jax.types import Tree
 

@@ -20,11 +20,12 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.models import native_layers
 from areal_jax.models import weights as initial
 from areal_jax.models.block import Layer, Rotation, rms_norm
-from areal_jax.models.experts import Routed, Routing, follow_choice, rotary
+from areal_jax.models.experts import Routed, Routing, follow_choice
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import Ranking, effective_temperature, rank_tokens
 from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
+from areal_jax.models.rotary import rotary
 from areal_jax.models.weights import FORMS, Lora, Params, map_matrices, nest, stack_layers, weight_table
 from areal_jax.types import Tree
 

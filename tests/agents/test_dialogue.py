@@ -1,20 +1,33 @@
-"""Calls of a program: what they generate, what a budget ends, and what a resumed episode does not generate again."""
+"""Calls of a program: the rows that they continue, what a budget ends, and what a resumed episode does not repeat."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_jax.agents.agent_workflow import AgentWorkflow
-from areal_jax.agents.dialogue import Budgets, Dialogue, EpisodeEnd, ToolFailedError
+from areal_jax.agents.dialogue import (
+    Budgets,
+    Conversation,
+    Dialogue,
+    EpisodeEnd,
+    NotationParser,
+    TokenizerFormat,
+    ToolFailedError,
+)
 from areal_jax.checkpoint.store import _decode_episode, _encode_episode
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode, describe_episode
 from areal_jax.control.event_writer import EventLog
-from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams
-from tests.agents.toy_format import CLOSE, ToyFormat, ToyPool, ids_of, result, user
+from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
+from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams, Segment
+from tests.agents.toy_format import CLOSE, ToyFormat, ToyPool, ids_of, reply, result, user
+from tests.text.test_extension import HERMES, build
 
 PROMPT = Prompt(5, ToyFormat().render([user('q')], ()), 'task', {'question': 'q'})
 SAMPLING = SamplingParams(max_new_tokens=20, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(3,))
@@ -62,16 +75,6 @@ async def two_turns(prompt, dialogue):
     history += [first.message, user('again')]
     second = await dialogue.chat(history)
     assert (first.text, second.text) == ('a', 'b')
-
-
-def test_the_second_turn_reads_the_sampled_ids_of_the_first():
-    run = Run(two_turns, ids_of('a'), ids_of('b'))
-    ((first, between, second),) = run.rows
-    assert (first, second) == (ids_of('a'), ids_of('b'))
-    assert run.pool.requests[1].prompt_tokens.tolist() == [*PROMPT.tokens, *first, *between]
-    assert run.episode.rows[0].prompt_tokens is None  # it begins with the prompt of the draw
-    assert [s.policy_version for s in run.episode.rows[0].segments] == [1, NOT_GENERATED, 2]
-    assert run.ends == ('stop', 'stop')
 
 
 def test_rows_of_an_episode_have_requests_and_noise_of_their_own():
@@ -267,22 +270,6 @@ def test_an_answer_that_was_under_way_goes_on_where_it_was():
     assert resumed.errors  # 'b' and then 'c' is another text than `two_turns` expects
 
 
-def test_a_program_that_goes_another_way_leaves_the_record_and_its_tokens_are_counted():
-    async def another(prompt, dialogue):
-        first = await dialogue.chat([user('q')])
-        await dialogue.chat([user('q'), first.message, user('else')])
-
-    cut = Run(two_turns, ids_of('a'), ids_of('b'))
-    episode = saved(cut.episode)
-    episode.label, episode.finish_reason = '', None
-    resumed = Run(another, ids_of('d'), episode=episode)
-    ((first, _, last),) = resumed.rows
-    assert (first, last) == (ids_of('a'), ids_of('d'))
-    assert resumed.episode.discarded == {2: len(ids_of('b'))}
-    assert len(resumed.pool.requests) == 1
-    assert len(resumed.episode.rows) == 1
-
-
 def test_no_message_is_an_error_of_the_program():
     run = Run(lambda prompt, dialogue: dialogue.chat([]))
     assert run.ends == ('agent_error', None)
@@ -292,3 +279,246 @@ def test_no_message_is_an_error_of_the_program():
 def test_the_end_of_an_episode_is_no_exception_that_programs_catch():
     assert not issubclass(EpisodeEnd, Exception)
     assert asyncio.CancelledError.__bases__ == (BaseException,)
+
+
+# Rows: which one a call continues, that sampled ids stay, and why another one begins.
+
+
+PROMPT_IDS = np.array([1, 2], np.int32)
+SYSTEM, USER = {'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}
+CALL = {'id': 'c1', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"b": 2, "a": 1}'}}
+
+
+def count_forks(episode):
+    """Rows beyond the first one, by the reason for which they began."""
+    reasons = [row.fork for row in episode.rows if row.fork]
+    return {reason: reasons.count(reason) for reason in reasons}
+
+
+class Program:
+    """An episode whose answers are given: ids that no encoding of their text gives."""
+
+    def __init__(self):
+        self.episode, self.template = Episode(0), ToyFormat()
+        self.conversation = Conversation(self.episode, PROMPT_IDS, self.template)
+        self.version = 0
+
+    def ask(self, messages, ids, answer, tools=(), closed=False):
+        opened = self.conversation.begin(messages, tools)
+        self.version += 1
+        tokens = np.array(ids, np.int32)
+        self.episode.rows[opened.row].append(Segment(tokens, np.full(len(ids), -1.0, np.float32), self.version))
+        self.conversation.end(opened, messages, tools, answer, closed=closed, finish_reason='stop')
+        return opened.row
+
+    def rows(self):
+        return [self.conversation.tokens(row).tolist() for row in range(len(self.episode.rows))]
+
+
+def test_turns_continue_one_row_behind_the_sampled_ids():
+    program = Program()
+    history = [SYSTEM, USER]
+    assert program.ask(history, [501, 502], reply('A')) == 0
+    history = [*history, reply('A'), user('v')]
+    assert program.ask(history, [503, CLOSE], reply('B'), closed=True) == 0
+    program.ask([*history, reply('B'), user('w')], [504], reply('C'))
+    first = ToyFormat().render([SYSTEM, USER], ()).tolist()
+    turn_v, turn_w = [4, ord('v'), CLOSE, 9], [4, ord('w'), CLOSE, 9]
+    assert program.rows() == [[*first, 501, 502, CLOSE, *turn_v, 503, CLOSE, *turn_w, 504]]
+    (row,) = program.episode.rows
+    assert [(s.policy_version, len(s.tokens)) for s in row.segments] == [
+        (1, 2), (NOT_GENERATED, 5), (2, 2), (NOT_GENERATED, 4), (3, 1),
+    ]  # fmt: skip
+    assert count_forks(program.episode) == {}
+
+
+def test_several_results_are_one_extension():
+    program = Program()
+    program.ask([USER], [501], reply(None, tool_calls=[CALL]))
+    sent_back = reply('', tool_calls=[{**CALL, 'function': {'name': 'add', 'arguments': '{"a":1,"b":2}'}}])
+    assert program.ask([USER, sent_back, result('x'), result('y', 'c2'), user('v')], [502], reply('B')) == 0
+    assert count_forks(program.episode) == {}
+
+
+@pytest.mark.parametrize(('messages', 'tools', 'fork'), [
+    ([USER, reply('X'), user('v')], (), 'history'),  # an answer that nobody gave
+    ([USER], (), 'resampled'),
+    ([user('other')], (), 'conversation'),
+    ([USER, reply('A'), user('v')], ({'name': 'add'},), 'tools'),
+    ([USER, reply('A'), user('v'), user('w')], (), 'tail'),
+    ([USER, reply('A'), reply('B'), user('w')], (), 'tail'),
+])  # fmt: skip
+def test_another_history_begins_another_row(messages, tools, fork):
+    program = Program()
+    program.ask([USER], [501], reply('A'))
+    assert program.ask(messages, [502], reply('B'), tools) == 1
+    assert count_forks(program.episode) == {fork: 1}
+    assert program.rows()[1] == [*ToyFormat().render(messages, tools).tolist(), 502]
+
+
+def test_a_template_that_writes_history_otherwise_forks():
+    program = Program()
+    program.ask([USER], [501], reply('A'))
+    program.template.is_stable = False
+    program.ask([USER, reply('A'), user('v')], [502], reply('B'))
+    assert count_forks(program.episode) == {'template': 1}
+
+
+def test_a_turn_that_is_continued_twice_keeps_the_ids_and_is_trained_once():
+    program = Program()
+    program.ask([USER], [501, 502], reply('A'))
+    for text in ('v', 'w'):
+        program.ask([USER, reply('A'), user(text)], [503], reply('B'))
+    first, second = program.rows()
+    assert first[: second.index(CLOSE, 5) + 1] == second[: second.index(CLOSE, 5) + 1]
+    assert second[-1] == 503
+    assert count_forks(program.episode) == {'resampled': 1}
+    generated = [s.tokens.tolist() for row in program.episode.rows for s in row.segments if s.policy_version >= 0]
+    assert generated == [[501, 502], [503], [503]]
+
+
+def test_two_sub_agents_at_once_have_a_row_each():
+    program = Program()
+    one, other = (program.conversation.begin([user(text)], ()) for text in 'vw')
+    assert (one.row, other.row) == (0, 1)
+    program.episode.rows[one.row].append(Segment(np.array([501], np.int32), np.zeros(1, np.float32), 0))
+    program.conversation.end(one, [user('v')], (), reply('A'), closed=False, finish_reason='stop')
+    assert program.conversation.begin([user('v'), reply('A'), user('z')], ()).row == 0
+
+
+def test_the_prompt_of_the_draw_is_not_repeated():
+    episode = Episode(0)
+    conversation = Conversation(episode, ToyFormat().render([USER], ()), ToyFormat())
+    conversation.begin([USER], ())
+    assert episode.rows[0].prompt_tokens is None
+
+
+def test_a_call_that_was_cancelled_leaves_nothing():
+    program = Program()
+    program.ask([USER], [501], reply('A'))
+    before, history = program.rows(), [USER, reply('A'), user('v')]
+    for messages in (history, [user('other')]):
+        opened = program.conversation.begin(messages, ())
+        program.episode.rows[opened.row].append(Segment(np.array([7], np.int32), np.zeros(1, np.float32), 5))
+        program.conversation.undo(opened)
+        assert program.rows() == before
+    assert program.ask(history, [502], reply('B')) == 0
+    assert count_forks(program.episode) == {}
+
+
+def test_a_first_call_after_cancelled_ones_has_the_first_row():
+    program = Program()
+    calls = [program.conversation.begin([user(text)], ()) for text in 'uvw']
+    for call in calls:
+        program.conversation.undo(call)
+    assert program.ask([USER], [501], reply('A')) == 0
+    assert program.rows() == [[*ToyFormat().render([USER], ()).tolist(), 501]]
+
+
+def test_fields_that_say_the_same_are_one_history():
+    program = Program()
+    program.ask(
+        [USER], [501], {'role': 'assistant', 'content': 'A', 'refusal': None, 'tool_calls': [], 'reasoning': 'r'}
+    )
+    sent = {'content': [{'type': 'text', 'text': 'A'}], 'role': 'assistant', 'annotations': []}
+    assert program.ask([USER, sent, user('v')], [502], reply('B')) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(['user', 'tool', 'again'])), max_size=8))
+def test_every_sampled_token_is_in_one_row_once_and_every_row_is_what_was_asked(calls):
+    """Calls that continue the history of any call before: sampled ids are unique, and appear as generated once."""
+    program, histories, sampled = Program(), [[USER]], []
+    for number, (which, kind) in enumerate(calls):
+        history = histories[which % len(histories)]
+        if kind != 'again':
+            history = [*history, user('v') if kind == 'user' else result('r')]
+        ids = [1000 + 2 * number, 1001 + 2 * number]
+        row = program.ask(history, ids, reply(f'{number}'))
+        assert program.rows()[row][-2:] == ids
+        histories.append([*history, reply(f'{number}')])
+        sampled += ids
+    generated = [
+        int(token) for row in program.episode.rows for s in row.segments if s.policy_version >= 0 for token in s.tokens
+    ]
+    assert sorted(generated) == sampled
+
+
+# The chat form of a real tokenizer: calls in sampled ids, and rows that have the text of their history.
+
+
+ADDING = ({'type': 'function', 'function': {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}}},)
+SAMPLED_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+WRITTEN = SAMPLED_CALL.replace('  ', ' ')  # with the spaces of a template, which writes arguments by itself
+
+
+@pytest.fixture(scope='module')
+def tokenizer(smollm2_fields):
+    return build(smollm2_fields, HERMES)
+
+
+@pytest.fixture(scope='module')
+def form(tokenizer):
+    return TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS['hermes']))
+
+
+@pytest.fixture(scope='module')
+def sampled(tokenizer):
+    def sampled(text, closed=True):
+        return np.array([*tokenizer.encode(text), *([tokenizer.eos_id] if closed else [])], np.int32)
+
+    return sampled
+
+
+def test_calls_are_read_from_ids_as_they_were_written(form, sampled):
+    message, unparsed = form.parse(sampled(f'I add. {SAMPLED_CALL}'), ADDING, 'call_3')
+    assert unparsed == 0
+    (call,) = message['tool_calls']
+    assert message['content'] == 'I add.'
+    assert call == {
+        'id': 'call_3_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1,  "b": 2}'},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ('text', 'tools'), [(SAMPLED_CALL, ()), ('<tool_call>\n{"name": "add"}\n</tool_call>', ADDING)]
+)
+def test_what_is_no_call_stays_text(form, sampled, text, tools):
+    message, unparsed = form.parse(sampled(text), tools, 'call_0')
+    assert (message, unparsed) == ({'role': 'assistant', 'content': text}, int(bool(tools)))
+
+
+def test_the_end_of_a_turn_is_an_end_token_alone(form, tokenizer):
+    assert form.closes(tokenizer.eos_id)
+    assert not form.closes(int(tokenizer.encode('a')[0]))
+
+
+def test_a_turn_that_another_end_closed_than_the_templates_is_encoded_anew(smollm2_fields):
+    tokenizer = build(smollm2_fields | {'eot_id': 0}, HERMES)  # <|endoftext|>; the template writes <|im_end|>
+    form = TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS['hermes']))
+    question = [{'role': 'user', 'content': 'x'}]
+    assert [form.closes(token) for token in (0, 2, 1)] == [True, True, False]
+    assert form.extend(question, (), closed_by=0) is None
+    assert form.extend(question, (), closed_by=2) is not None
+    answer = np.array([*tokenizer.encode('a'), 0], np.int32)
+    assert form.parse(answer, (), 'call')[0]['content'] == 'a'
+
+
+@pytest.mark.parametrize('closed', [True, False])
+def test_a_row_of_turns_and_results_is_the_text_of_the_whole_history(form, tokenizer, sampled, closed):
+    episode = Episode(0)
+    conversation = Conversation(episode, np.zeros(0, np.int32), form)
+    history = [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'What is 1 + 2?'}]
+    for text, added in (
+        (WRITTEN, [{'role': 'tool', 'content': '3'}]),
+        ('It is 3.', [{'role': 'user', 'content': 'Sure?'}]),
+    ):
+        call = conversation.begin(history, ADDING)
+        ids = sampled(text, closed)
+        episode.rows[call.row].append(Segment(ids, np.zeros(len(ids), np.float32), 0))
+        reply, _ = form.parse(ids, ADDING, f'call_{len(history)}')
+        conversation.end(call, history, ADDING, reply, closed=closed, finish_reason='stop')
+        calls = reply.get('tool_calls', [])
+        history = [*history, reply, *({**m, **({'tool_call_id': calls[0]['id']} if calls else {})} for m in added)]
+    conversation.begin(history, ADDING)
+    assert len(episode.rows) == 1
+    assert tokenizer.decode(conversation.tokens(0)) == tokenizer.decode(form.render(history, ADDING))

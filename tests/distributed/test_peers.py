@@ -1,9 +1,11 @@
-"""Commands to several processes: serialised once, sent at the same time, answered within a deadline; who is lost is
-named."""
+"""Frames arrive as they were sent, once and in order; commands are serialised once, sent to all, relayed where they are
+large, and answered within a deadline; who is lost is named."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import socket
 import threading
 import time
 
@@ -11,8 +13,22 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed import peers as module
+from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import CHECKPOINT, CLOSE, LEARNER, Answer, CodecError, Command
-from areal_jax.distributed.peers import CommandError, Peer, Peers, WireError, make_pair
+from areal_jax.distributed.peers import (
+    FANOUT,
+    LEAST_BYTES,
+    CommandError,
+    Connection,
+    Frame,
+    Peer,
+    Peers,
+    WireError,
+    children_of,
+    make_pair,
+    send_all,
+)
+from areal_jax.distributed.remote_learner import follow
 from tests.distributed.sockets import cut, send_raw
 
 
@@ -77,8 +93,9 @@ def test_a_process_that_takes_its_time_to_read_does_not_keep_the_others_from_wor
     assert [answer.value for answer in wait()] == ['quick', 'other']
 
 
-def test_a_process_that_dies_is_named_at_once_and_later_calls_say_so_too():
-    peers, stubs, lost = _peers(lambda _: 'done', lambda _: None, deadline_s=60)
+@pytest.mark.parametrize('other', [lambda _: 'done', lambda _: None], ids=['answers', 'waits for the one that died'])
+def test_a_process_that_dies_is_named_at_once_and_later_calls_say_so_too(other):
+    peers, stubs, lost = _peers(other, lambda _: None, other, deadline_s=60)
     threading.Timer(0.1, cut, [stubs[1].theirs]).start()
     began = time.monotonic()
     for _ in range(2):
@@ -86,17 +103,6 @@ def test_a_process_that_dies_is_named_at_once_and_later_calls_say_so_too():
             peers.call_all(Command('update'))
     assert time.monotonic() - began < 5
     assert lost == ['learner 1 is gone; the run ends here, go on from the last checkpoint with --resume']
-
-
-def test_the_loss_of_one_process_ends_the_wait_for_all():
-    """The first one waits in a collective that the second will never join."""
-    peers, stubs, lost = _peers(lambda _: None, lambda _: None, lambda _: None, deadline_s=60)
-    threading.Timer(0.1, cut, [stubs[1].theirs]).start()
-    began = time.monotonic()
-    with pytest.raises(CommandError, match='learner 1 is gone'):
-        peers.call_all(Command('update'))
-    assert time.monotonic() - began < 5
-    assert len(lost) == 1
 
 
 def test_a_process_that_gives_no_answer_is_named_within_the_deadline():
@@ -176,3 +182,213 @@ def test_closing_lets_the_others_return_and_leaves_no_thread():
         time.sleep(0.01)
     assert [stub.seen[-1].name for stub in stubs] == [CLOSE, CLOSE]
     assert lost == []
+
+
+_FRAMES = [Frame.of(body) for body in (b'', b'first', bytes(range(256)) * 5000)]
+
+
+def test_frames_arrive_in_both_directions():
+    ours, theirs = make_pair()
+    for one, other in ((ours, theirs), (theirs, ours), (ours, theirs)):
+        # the last is larger than what a socket buffers
+        received = []
+        reader = threading.Thread(
+            target=lambda to=other, into=received: into.extend(to.receive().body for _ in _FRAMES)
+        )
+        reader.start()
+        for frame in _FRAMES:
+            assert send_all([one], frame, 5) == {}
+        reader.join(5)
+        assert received == [frame.body for frame in _FRAMES]
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda first, second: first + first,  # again
+        lambda first, second: second + first,  # in another order
+        lambda first, second: second,  # one is left out
+        lambda first, second: first + bytes([second[0], *second[1:79], second[79] ^ 1, *second[80:]]),  # another tag
+        lambda first, second: first + second[:7] + bytes([second[7] ^ 1]) + second[8:],  # another length
+    ],
+    ids=['again', 'swapped', 'left out', 'tag', 'length'],
+)
+def test_what_the_other_end_did_not_send_next_is_refused(change):
+    ours, theirs = make_pair()
+    first, second = (ours.seal(frame) + bytes(frame.body) for frame in (_FRAMES[1], Frame.of(b'second')))
+    send_raw(ours, change(first, second))
+    with pytest.raises(WireError, match='forged, repeated or out of order'):
+        [theirs.receive() for _ in range(2)]
+
+
+def test_a_changed_body_is_refused():
+    ours, theirs = make_pair()
+    send_raw(ours, ours.seal(_FRAMES[1]) + b'fIrst')
+    with pytest.raises(WireError, match='changed on its way'):
+        theirs.receive()
+
+
+def test_a_frame_is_not_accepted_back_or_on_another_connection():
+    one_key, other_key, strange_key = (bytes([number]) * 32 for number in range(3))
+    sealed = Connection(socket.socket(), one_key, other_key).seal(_FRAMES[1]) + b'first'
+    left, right = socket.socketpair()
+    right.sendall(sealed)
+    assert Connection(left, other_key, one_key).receive().body == b'first'  # the other end
+    left, right = socket.socketpair()
+    back = Connection(left, one_key, other_key)  # the sender itself
+    right.sendall(sealed)
+    with pytest.raises(WireError, match='forged'):
+        back.receive()
+    left, right = socket.socketpair()
+    other = Connection(left, other_key, strange_key)
+    right.sendall(sealed)
+    with pytest.raises(WireError, match='forged'):
+        other.receive()
+
+
+def test_a_frame_above_the_limit_is_refused_by_both_ends_and_no_memory_is_taken():
+    ours, theirs = make_pair(most_bytes=100)
+    with pytest.raises(
+        WireError, match=r'a message of 101 bytes is above the limit of 100: lower learner\.groups_per_update'
+    ):
+        send_all([ours], Frame.of(bytes(101)), 5)
+    assert send_all([ours], Frame.of(b'nothing was sent before'), 5) == {}
+    assert theirs.receive().body == b'nothing was sent before'
+    send_raw(ours, ours.seal(Frame.of(bytes(101))))  # the body never comes, and is not waited for
+    with pytest.raises(WireError, match='a message of 101 bytes is above the limit of 100'):
+        theirs.receive()
+
+
+def test_one_that_reads_nothing_does_not_keep_the_others_waiting():
+    pairs = [make_pair() for _ in range(4)]
+    frame, times = Frame.of(bytes(20_000_000)), {}
+    began = time.monotonic()
+
+    def read(index):
+        with contextlib.suppress(OSError):
+            assert pairs[index][1].receive().body == frame.body
+            times[index] = time.monotonic() - began
+
+    readers = [threading.Thread(target=read, args=(index,), daemon=True) for index in (0, 1, 3)]
+    for reader in readers:
+        reader.start()
+    lost = send_all([ours for ours, _ in pairs], frame, 1.5)
+    assert lost == {2: 'took in no message for 1.5 s'}
+    for reader in readers:
+        reader.join(5)
+    assert sorted(times) == [0, 1, 3]
+    assert max(times.values()) < 1.4
+
+
+def test_one_that_is_gone_is_named_and_the_others_get_the_frame():
+    pairs = [make_pair() for _ in range(3)]
+    pairs[1][1].close()
+    assert send_all([ours for ours, _ in pairs], Frame.of(b'x'), 5) == {1: 'is gone'}
+    assert [pairs[index][1].receive().body for index in (0, 2)] == [b'x', b'x']
+    pairs[0][0].close()
+    with pytest.raises(EOFError):
+        pairs[0][1].receive()
+
+
+_KEY = bytes(range(32))
+_LARGE = np.arange(LEAST_BYTES, dtype=np.int64)
+
+
+class _Learner:
+    def __init__(self, index):
+        self.index, self.seen = index, []
+
+    def update(self, batch, version):
+        self.seen.append((len(batch), int(batch[-1]), version))
+        return self.index
+
+
+class _Run:
+    """So many processes on threads, and the peers of their controller."""
+
+    def __init__(self, count, *, listens=True):
+        self.learners, self.lost, self._listeners, self.sent = [_Learner(i) for i in range(count)], [], [], []
+        named = []
+        for learner in self.learners:
+            listener = Listener('127.0.0.1', 0, _KEY, Hello(f'learner {learner.index}', ''))
+            self._listeners.append(listener)
+            threading.Thread(target=self._serve, args=(learner, listener if listens else None), daemon=True).start()
+            named.append((f'learner {learner.index}', self._connect(listener)))
+        self.connections = [connection for _, connection in named]
+        self.peers = Peers(named, deadline_s=20, on_lost=self.lost.append)
+
+    def _serve(self, learner, listener):
+        met = self._listeners[learner.index].accept(10)
+        follow(learner, met.connection, 'controller', reports=True, listener=listener, on_lost=lambda reason: None)
+
+    def _connect(self, listener):
+        return connect(listener.address, _KEY, Hello('controller', ''), 10).connection
+
+    def update(self, batch, version):
+        return [answer.value for answer in self.peers.call_all(Command('update', (batch, version)))]
+
+    def close(self):
+        self.peers.close()
+        for listener in self._listeners:
+            listener.close()
+
+
+def test_every_process_is_reached_along_exactly_one_way():
+    for count in (1, 4, 5, 6, 20, 64, 85, 512):
+        reached = [child for index in range(-1, count) for child in children_of(index, count)]
+        assert sorted(reached) == list(range(count))
+        assert all(len(children_of(index, count)) <= FANOUT for index in range(-1, count))
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The number of processes to which each frame of a controller went."""
+    found, send_all = [], module.send_all
+    names = {'MainThread'}
+
+    def send(connections, frame, deadline_s):
+        if threading.current_thread().name in names:
+            found.append(len(connections))
+        return send_all(connections, frame, deadline_s)
+
+    monkeypatch.setattr(module, 'send_all', send)
+    return found
+
+
+def test_a_large_command_goes_to_a_few_and_is_passed_on_and_a_small_one_goes_to_all(sizes):
+    run = _Run(22)  # three levels: 4, 16, 2
+    run.peers.arrange_relays()
+    sizes.clear()
+    for version, batch in enumerate((_LARGE, np.arange(3), _LARGE + 1)):
+        assert run.update(batch, version) == list(range(22))
+    assert sizes == [FANOUT, 22, FANOUT]
+    for learner in run.learners:
+        assert learner.seen == [
+            (LEAST_BYTES, LEAST_BYTES - 1, 0), (3, 2, 1), (LEAST_BYTES, LEAST_BYTES, 2)
+        ]  # fmt: skip
+    run.close()
+    assert run.lost == []
+
+
+@pytest.mark.parametrize(('count', 'listens'), [(FANOUT, True), (6, False)])
+def test_few_processes_and_such_that_do_not_listen_get_everything_directly(sizes, count, listens):
+    run = _Run(count, listens=listens)
+    run.peers.arrange_relays()
+    sizes.clear()
+    assert run.update(_LARGE, 1) == list(range(count))
+    assert sizes == [count]
+    run.close()
+
+
+@pytest.mark.parametrize('index', [1, 9])
+def test_a_process_that_dies_is_named_wherever_it_is(index):
+    run = _Run(10)
+    run.peers.arrange_relays()
+    run.update(_LARGE, 0)
+    threading.Timer(0.1, cut, [run.connections[index]]).start()
+    for learner in run.learners:
+        learner.update = lambda *_: time.sleep(0.5)
+    with pytest.raises(CommandError, match=f'learner {index} is gone'):
+        run.update(_LARGE, 1)
+    run.close()
+    assert len(run.lost) == 1

@@ -1,4 +1,4 @@
-"""The processes of a run wait for each other before the first collective, and see one workdir."""
+"""The processes of a run wait for each other before the first collective, and see one workdir and no other cluster."""
 
 from __future__ import annotations
 
@@ -91,3 +91,14 @@ def test_a_relative_workdir_is_named_by_its_whole_path(tmp_path, store, monkeypa
 @pytest.mark.parametrize(('coordinator', 'host'), [('node7:1234', 'node7'), ('10.0.0.1:80', '10.0.0.1')])
 def test_the_host_of_process_0_is_that_of_the_coordinator(coordinator, host):
     assert rendezvous.host_of(coordinator) == host
+
+
+@pytest.mark.parametrize(('coordinator', 'method'), [('n1:6000', 'deactivate'), ('', None)])
+def test_jax_detects_a_cluster_only_where_nothing_was_said(coordinator, method, monkeypatch):
+    """jax's detection of SLURM also leaves a process one GPU only."""
+    given = {}
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(rendezvous.atexit, 'register', lambda *arguments: None)
+    rendezvous.join(coordinator, 2, 1 if coordinator else None, 5.0)
+    assert given['cluster_detection_method'] == method

@@ -9,7 +9,6 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import OptimizerSection
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.settings import (
     COSINE_HIGH,
     COSINE_LOW,

@@ -36,10 +36,10 @@ BLOCK_TOKENS = 4
 CHUNK_TOKENS = 960  # of the kernel
 
 
-def make_decoders(name, vocab_size=32, **changes):
-    """(with tokens as rows, as native columns, weights): every matrix of the model can be cut into panels."""
-    config = dataclasses.replace(ALL[name], vocab_size=vocab_size, **changes)
-    rows, native = Decoder(config), Decoder(config, tokens='native_columns')
+def make_decoders(name, vocab_size=32, tokens='native_columns'):
+    """(with tokens as rows, as the kernels have them, weights): every matrix of the model can be cut into panels."""
+    config = dataclasses.replace(ALL[name], vocab_size=vocab_size)
+    rows, native = Decoder(config), Decoder(config, tokens=tokens)
     return rows, native, scattered(rows.init(5))
 
 
@@ -145,9 +145,15 @@ def test_a_nan_in_the_weights_shows_in_the_sums_of_a_step():
     np.testing.assert_array_equal(np.isnan(sums.logsumexp), np.arange(3)[:, None] == np.ones(8))
 
 
-@pytest.mark.parametrize('name', ['everything', 'mixed', 'olmoe'])
-def test_a_row_of_a_step_has_the_same_bits_in_any_company(name):
-    _, native, params = make_decoders(name, 520)
+IN_8_BITS = pytest.param('everything', 'native_int8_rows', id='everything in 8 bits')
+FORMS = [*((name, 'native_columns') for name in ('everything', 'mixed', 'olmoe')), IN_8_BITS]
+
+
+@pytest.mark.parametrize(
+    ('name', 'form'), [(n, 'native_columns') for n in ('everything', 'mixed', 'olmoe')] + [IN_8_BITS]
+)
+def test_a_row_of_a_step_has_the_same_bits_in_any_company(name, form):
+    _, native, params = make_decoders(name, 520, form)
     prepared = native.prepare(params)
     tokens, positions, cache, read = make_batch(native.config, 57)
     step = jax.jit(native.step)
@@ -171,9 +177,9 @@ def rows_of_layers(native):
     return jax.jit(lambda p, t, n: native.hidden(p, t, jnp.zeros_like(t), attend, wanted=n)[1])
 
 
-@pytest.mark.parametrize('name', ['everything', 'mixed'])
-def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk(name):
-    _, native, params = make_decoders(name)
+@pytest.mark.parametrize(('name', 'form'), [*FORMS[:2], IN_8_BITS])
+def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk(name, form):
+    _, native, params = make_decoders(name, tokens=form)
     prepared, run = native.prepare(params), rows_of_layers(native)
     tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
     whole = run(prepared, tokens, len(tokens))
@@ -184,9 +190,9 @@ def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk(name):
 
 
 @pytest.mark.parametrize('wanted', [0, 3, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1])
-@pytest.mark.parametrize('name', ['everything', 'mixed'])
-def test_tokens_that_do_not_count_are_left_out(name, wanted):
-    _, native, params = make_decoders(name)
+@pytest.mark.parametrize(('name', 'form'), [*FORMS[:2], IN_8_BITS])
+def test_tokens_that_do_not_count_are_left_out(name, form, wanted):
+    _, native, params = make_decoders(name, tokens=form)
     prepared, run = native.prepare(params), rows_of_layers(native)
     tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
     found, whole = run(prepared, tokens, wanted), run(prepared, tokens, len(tokens))

@@ -9,12 +9,11 @@ import pytest
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import rank_tokens
-from areal_jax.models.native_layers import Read
 from areal_jax.models.quantized import Int8Rows, Quantized, quantize, rank_logits
 from areal_jax.models.weights import stack_layers
 from areal_jax.native import compiled_library as library
 from tests.models.test_decoder import VARIANTS, logits_of, scattered
-from tests.models.test_native_layers import CHUNK_TOKENS, attend_with, make_batch, rows_of_layers
+from tests.models.test_native_layers import attend_with, make_batch
 from tests.native import needs_kernels
 
 
@@ -88,48 +87,6 @@ def test_a_step_computes_what_layers_do(name, rows):
     assert relative(logits, jax.jit(decoder.logits)(prepared, hidden)) < 0.01
     total = jax.nn.logsumexp(sums.logsumexp, axis=0)
     np.testing.assert_allclose(total, jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
-
-
-@needs_kernels
-def test_a_row_of_a_step_has_the_same_bits_in_any_company():
-    decoder, params = make('everything', 'native_int8_rows')
-    prepared = decoder.prepare(params)
-    tokens, positions, cache, read = make_batch(decoder.config, 37)
-    temperature = np.linspace(0.2, 3.0, 37).astype(np.float32)
-    written, logits, sums, _ = step_of(decoder, prepared, read, 37)(tokens, positions, cache, temperature)
-    for part in (slice(0, 1), slice(3, 4), slice(0, 8), slice(5, 21), slice(1, 37)):
-        some = Read(*(leaf[part] for leaf in read))
-        step = step_of(decoder, prepared, some, len(tokens[part]))
-        wrote, alone, own, _ = step(tokens[part], positions[part], cache, temperature[part])
-        np.testing.assert_array_equal(alone, logits[part])
-        for one, whole in zip(own, sums, strict=True):
-            np.testing.assert_array_equal(one, whole[:, part])
-        for one, whole in zip(jax.tree.leaves(wrote), jax.tree.leaves(written), strict=True):
-            np.testing.assert_array_equal(one[some.blocks, some.offsets], whole[some.blocks, some.offsets])
-
-
-@needs_kernels
-def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
-    decoder, params = make('everything', 'native_int8_rows')
-    prepared, run = decoder.prepare(params), rows_of_layers(decoder)
-    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
-    whole = run(prepared, tokens, len(tokens))
-    for part in (slice(0, 5), slice(900, 1000), slice(CHUNK_TOKENS, None)):
-        found = run(prepared, tokens[part], len(tokens[part]))
-        for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_array_equal(one, all_of_them[part])
-
-
-@needs_kernels
-@pytest.mark.parametrize('wanted', [0, 3, CHUNK_TOKENS + 1])
-def test_tokens_that_do_not_count_are_left_out(wanted):
-    decoder, params = make('everything', 'native_int8_rows')
-    prepared, run = decoder.prepare(params), rows_of_layers(decoder)
-    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
-    found, whole = run(prepared, tokens, wanted), run(prepared, tokens, len(tokens))
-    for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_array_equal(one[:wanted], all_of_them[:wanted])
-        assert not np.any(one[wanted:])
 
 
 @pytest.mark.parametrize(('name', 'tables'), [('tied', 0), ('everything', 1)])

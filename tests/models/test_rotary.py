@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.experts import rotary, rotate, stretch
 from areal_jax.models.families import Llama3Scaling
+from areal_jax.models.rotary import rotary, rotate, stretch
 from tests.models import reference
 
 # transformers 5.23.0, ROPE_INIT_FUNCTIONS['llama3'] for the numbers of Llama 3.1 8B: frequency of pair j

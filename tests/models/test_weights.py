@@ -1,4 +1,4 @@
-"""The table of weights: what hangs on it is what it was, and a new weight is one row."""
+"""The table of weights, where a new weight is one row; the two forms of a tree of weights; adapters beside them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
@@ -20,7 +21,20 @@ from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.models import families
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import COMMON, FAMILIES, Experts, Family, Init, ModelConfig
-from areal_jax.models.weights import TARGETS, Lora, find_leaf, leaf_at, logical_axes, nest, stack_layers, weight_table
+from areal_jax.models.weights import (
+    TARGETS,
+    Lora,
+    attach_adapters,
+    find_leaf,
+    is_adapter,
+    leaf_at,
+    logical_axes,
+    merge_adapters,
+    nest,
+    stack_layers,
+    unstack_layers,
+    weight_table,
+)
 from areal_jax.publication.export import export_hf
 from areal_jax.sharding.rules import make_mesh, param_shardings, path_name
 
@@ -61,16 +75,16 @@ def by_path(tree):
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def initial_leaf(path, shape, n_layers):
-    """The rule by names of leaves that the table replaced, for seed 7 and scale 1.5."""
+def initial_leaf(path, shape, n_layers, seed, scale):
+    """The rule by names of leaves that the table replaced."""
     if path.endswith(('/bias', '/lora_b')):
         return np.zeros(shape, np.float32)
     if len(shape) == 1:
         return np.ones(shape, np.float32)
-    deviation = 1.5 / math.sqrt(shape[1] if path in ('embedding', 'head') else shape[-2])
+    deviation = scale / math.sqrt(shape[1] if path in ('embedding', 'head') else shape[-2])
     if path.endswith(('attention/output/weight', 'mlp/down/weight', 'mlp/experts/down')):
         deviation /= math.sqrt(2 * n_layers)
-    return normal(jax.random.fold_in(jax.random.key(7), zlib.crc32(path.encode())), shape, deviation)
+    return normal(jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode())), shape, deviation)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -84,9 +98,9 @@ def test_initial_weights_are_bit_for_bit_those_of_the_rule_by_names(name, lora):
     config = MODELS[name]
     if config.experts and lora:
         lora = Lora(2, 4.0, TARGETS[:4])  # experts have no adapters
-    leaves = by_path(Decoder(config, lora=lora).init(7, 1.5))
-    for path, leaf in leaves.items():
-        np.testing.assert_array_equal(leaf, initial_leaf(path, leaf.shape, config.n_layers), err_msg=path)
+    for drawn in ((7, 1.5), (3, 1.0)):  # seed, scale
+        for path, leaf in by_path(Decoder(config, lora=lora).init(*drawn)).items():
+            np.testing.assert_array_equal(leaf, initial_leaf(path, leaf.shape, config.n_layers, *drawn), err_msg=path)
 
 
 def test_a_scale_of_the_embedding_multiplies_what_tokens_look_up():
@@ -225,3 +239,230 @@ def test_a_forward_pass_without_the_new_rows_still_runs(toy):
     run = lambda decoder: decoder.hidden(decoder.init(3), tokens, tokens, attend)[0]
     # the toy's bias is 0 and its norm is unused
     np.testing.assert_array_equal(run(Decoder(toy)), run(Decoder(TOY_CONFIG)))
+
+
+# The two forms of a tree of weights.
+
+N_LAYERS = 3
+
+
+def listed(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    leaf = lambda *shape: rng.normal(size=shape).astype(dtype)
+    layers = {str(i): {'norm': leaf(4), 'mlp': {'weight': leaf(4, 5)}} for i in range(N_LAYERS)}
+    return {'embedding': leaf(7, 4), 'layers': layers}
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize('dtype', [np.float32, jnp.bfloat16, np.int8])
+@pytest.mark.parametrize('kind', ['numpy', 'jax', 'jit'])
+def test_both_conversions_move_bits_and_nothing_else(kind, dtype):
+    tree = listed(dtype=dtype)
+    stack, unstack = stack_layers, lambda x: unstack_layers(x, N_LAYERS)
+    if kind != 'numpy':
+        tree = jax.tree.map(jnp.asarray, tree)
+    if kind == 'jit':
+        stack, unstack = jax.jit(stack), jax.jit(unstack)
+    stacked = stack(tree)
+    assert {type(leaf) for leaf in jax.tree.leaves(stacked)} == {type(leaf) for leaf in jax.tree.leaves(tree)}
+    assert sorted(stacked['layers']) == ['mlp', 'norm']
+    weight = stacked['layers']['mlp']['weight']
+    assert weight.shape == (3, 4, 5)
+    for i in range(N_LAYERS):
+        np.testing.assert_array_equal(weight[i], tree['layers'][str(i)]['mlp']['weight'])
+    np.testing.assert_array_equal(stacked['embedding'], tree['embedding'])
+    assert_same(unstack(stacked), tree)
+    assert_same(stack(unstack(stacked)), stacked)
+
+
+def test_layers_are_stacked_by_number_not_by_name():
+    # as strings '10' < '2'
+    tree = {'layers': {str(i): {'bias': np.full(2, i)} for i in reversed(range(11))}}
+    np.testing.assert_array_equal(stack_layers(tree)['layers']['bias'][:, 0], np.arange(11))
+
+
+def test_moments_of_an_optimizer_convert_with_their_weights():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    weights = jax.tree.map(jnp.asarray, listed())
+    _, of_list = jax.jit(optimizer.update)(listed(1), optimizer.init(weights), weights)
+    stacked = stack_layers(weights)
+    _, of_stacked = jax.jit(optimizer.update)(stack_layers(listed(1)), optimizer.init(stacked), stacked)
+    adam = of_list[1][0]
+    assert isinstance(adam, optax.ScaleByAdamState)
+    assert adam.mu['layers']['2']['norm'].any()
+    assert_same(unstack_layers(stack_layers(of_list), N_LAYERS), of_list)
+    converted = stack_layers(of_list)
+    assert jax.tree.structure(converted) == jax.tree.structure(of_stacked)
+    # the norm that clips is summed in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), converted, of_stacked)
+
+
+def test_placeholders_of_masked_leaves_stay():
+    # as adapters beside frozen weights: moments for the matrices only
+    optimizer = optax.masked(optax.adam(1e-3), lambda tree: jax.tree.map(lambda leaf: np.ndim(leaf) > 1, tree))
+    state = optimizer.init(listed())
+    assert state.inner_state[0].mu['layers']['0']['norm'] == optax.MaskedNode()
+    stacked = stack_layers(state)
+    assert stacked.inner_state[0].mu['layers']['norm'] == optax.MaskedNode()
+    assert stacked.inner_state[0].mu['layers']['mlp']['weight'].shape == (3, 4, 5)
+    assert_same(unstack_layers(stacked, N_LAYERS), state)
+
+
+def test_a_leaf_without_the_axis_goes_to_every_layer():
+    tree = {'layers': {'count': np.int32(7), 'row': np.zeros(1), 'weight': np.arange(6).reshape(3, 2)}}
+    split = unstack_layers(tree, N_LAYERS)['layers']
+    for i in range(N_LAYERS):
+        assert split[str(i)]['count'] == 7
+        assert split[str(i)]['row'].shape == (1,)
+        np.testing.assert_array_equal(split[str(i)]['weight'], [2 * i, 2 * i + 1])
+
+
+def test_layers_are_found_inside_other_containers():
+    tree = [{'weights': listed()}, (listed(1), 'name'), None]
+    [one, (two, name), nothing] = stack_layers(tree)
+    assert_same(one, {'weights': stack_layers(listed())})
+    assert_same(two, stack_layers(listed(1)))
+    assert (name, nothing) == ('name', None)
+
+
+# Adapters.
+
+CONFIG = ModelConfig(
+    vocab_size=29, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0,
+    qkv_bias=True,
+)  # fmt: skip
+EVERY_TARGET = Lora(rank=3, alpha=6.0, targets=TARGETS)
+TOKENS = np.array([3, 1, 4, 15, 9, 2], np.int32)
+
+
+def logits(decoder, params, compiled=True):
+    def attend(q, k, v, entry, window):  # every token sees itself and the one before
+        before = jnp.concatenate([v[:1], v[:-1]])
+        weight = jax.nn.sigmoid(jnp.sum(q.reshape(len(q), 2, -1, 8) * k[:, :, None], axis=(2, 3)))[..., None]
+        return jnp.repeat(weight * v + (1 - weight) * before, 2, axis=1), entry
+
+    run = lambda p: decoder.logits(p, decoder.hidden(p, TOKENS, jnp.arange(len(TOKENS)), attend)[0])
+    return (jax.jit(run) if compiled else run)(params)
+
+
+def paths(tree):
+    return [jax.tree_util.keystr(p, simple=True, separator='/') for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def trained(params, seed=0):
+    """Adapters that are not 0."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, value):
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        return jnp.asarray(rng.normal(size=value.shape) * 0.2, value.dtype) if is_adapter(name) else value
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def test_one_projection_by_hand():
+    # x = (1, 2); x W = (1, 2); x A = 1 + 2 = 3, times B = (3, 0) alpha/r = 4/1: (12, 0).  Together (13, 2).
+    projection = {'weight': jnp.eye(2), 'lora_a': jnp.ones((2, 1)), 'lora_b': jnp.array([[1.0, 0.0]])}
+    merged = merge_adapters({'query': projection}, Lora(rank=1, alpha=4.0, targets=TARGETS))
+    np.testing.assert_allclose(jnp.array([1.0, 2.0]) @ merged['query']['weight'], [13, 2])
+    assert list(merged['query']) == ['weight']
+
+
+def test_fresh_adapters_change_no_bit():
+    base = Decoder(CONFIG).init(7)
+    with_adapters = Decoder(CONFIG, lora=EVERY_TARGET)
+    fresh = with_adapters.init(8)
+    attached = attach_adapters(base, fresh)
+    assert jax.tree.structure(attached) == jax.tree.structure(with_adapters.abstract())
+    np.testing.assert_array_equal(
+        attached['layers']['1']['mlp']['up']['lora_a'], fresh['layers']['1']['mlp']['up']['lora_a']
+    )
+    np.testing.assert_array_equal(attached['embedding'], base['embedding'])
+    plain = logits(Decoder(CONFIG), base, compiled=False)
+    np.testing.assert_array_equal(logits(with_adapters, attached, compiled=False), plain)
+    # compiled, a product may start its sum from what is added to it, and rounds otherwise
+    np.testing.assert_allclose(logits(with_adapters, attached), plain, atol=1e-6 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_merged_weights_compute_what_the_attached_ones_do(layers):
+    plain, with_adapters = Decoder(CONFIG, layers=layers), Decoder(CONFIG, layers=layers, lora=EVERY_TARGET)
+    attached = trained(with_adapters.init(7))
+    merged = merge_adapters(attached, EVERY_TARGET)
+    assert jax.tree.structure(merged) == jax.tree.structure(plain.abstract())
+    expected = logits(with_adapters, attached)
+    assert np.abs(expected - logits(plain, plain.init(7))).max() > 0.1  # the adapters do something
+    np.testing.assert_allclose(logits(plain, merged), expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_either_form_merges_to_the_same():
+    attached = trained(Decoder(CONFIG, lora=EVERY_TARGET).init(7))
+    of_list = stack_layers(merge_adapters(attached, EVERY_TARGET))
+    of_stacked = merge_adapters(stack_layers(attached), EVERY_TARGET)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), of_stacked, of_list)
+
+
+def test_merging_bfloat16_weights_rounds_once():
+    # 1 + 2^-8 rounds to 1 (ties to even); 2^-8 + 2^-8 of two adapters' ranks, summed first, is 2^-7: seen
+    small = jnp.full((1, 2), 2.0**-8, jnp.bfloat16)
+    tree = {'weight': jnp.ones((1, 1), jnp.bfloat16), 'lora_a': small, 'lora_b': jnp.ones((2, 1), jnp.bfloat16)}
+    merged = merge_adapters(tree, Lora(rank=2, alpha=2.0, targets=TARGETS))['weight']
+    assert merged.dtype == jnp.bfloat16
+    assert float(merged[0, 0]) == 1 + 2**-7
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_only_targets_get_adapters(layers):
+    lora = Lora(rank=3, alpha=6.0, targets=('value', 'down'))
+    found = {path for path in paths(Decoder(CONFIG, layers=layers, lora=lora).abstract()) if is_adapter(path)}
+    prefixes = ['layers/0/', 'layers/1/'] if layers == 'list' else ['layers/']
+    assert found == {
+        f'{prefix}{projection}/{leaf}'
+        for prefix in prefixes
+        for projection in ('attention/value', 'mlp/down')
+        for leaf in ('lora_a', 'lora_b')
+    }
+    every = Decoder(CONFIG, layers=layers, lora=EVERY_TARGET).abstract()
+    assert {path.split('/')[-2] for path in paths(every) if is_adapter(path)} == set(TARGETS)
+
+
+def test_adapters_are_told_by_their_last_name():
+    assert is_adapter('layers/0/attention/query/lora_a')
+    assert is_adapter('layers/mlp/up/lora_b')
+    assert not is_adapter('layers/0/attention/query/weight')
+    assert not is_adapter('lora_a/weight')
+
+
+def test_gradients_reach_both_matrices():
+    decoder = Decoder(CONFIG, lora=EVERY_TARGET)
+    gradient = jax.grad(lambda p: jnp.sum(jnp.sin(logits(decoder, p))))
+    fresh = decoder.init(7)
+    at_start, later = gradient(fresh), gradient(trained(fresh))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(at_start):
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        if name.endswith('lora_a'):
+            np.testing.assert_array_equal(leaf, 0.0)  # behind B = 0
+        if name.endswith('lora_b'):
+            assert (np.abs(leaf) > 0).any(), name
+    for name, leaf in zip(paths(later), jax.tree.leaves(later), strict=True):
+        assert (np.abs(leaf) > 0).any(), name
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'rank': 0}, r'lora.rank=0 must be at least 1'),
+        ({'alpha': float('nan')}, r'lora.alpha=nan must be above 0 and finite'),
+        ({'targets': ()}, r'lora.targets=\(\) must name some of query, key'),
+        ({'targets': ('query', 'head')}, r"lora.targets=\('query', 'head'\) must name some of query, key"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Lora(**{'rank': 2, 'alpha': 4.0, 'targets': TARGETS} | change)

@@ -36,7 +36,7 @@ class Rig:
     ):
         self.log = EventLog()
         self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, prices | {'script': 1.0})
-        self.backend = ToyBackend(slots, **backend)
+        self.supervisor, self.backend = Supervisor(self.clock), ToyBackend(slots, **backend)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),
             rollout=RolloutSection(kv_policy=kv_policy, decode_steps=decode_steps),
@@ -45,13 +45,11 @@ class Rig:
         )  # fmt: skip
 
     def run(self, script):
-        supervisor = Supervisor(self.clock)
-
         async def program():
-            self.engine.start(supervisor)
+            self.engine.start(self.supervisor)
             return await script(self)
 
-        return self.clock.execute(supervisor.run(program()))
+        return self.clock.execute(self.supervisor.run(program()))
 
     async def load(self, version, handle):
         """`handle` is (w, version by which a stale cache shows)."""

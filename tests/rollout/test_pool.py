@@ -19,6 +19,7 @@ from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.spare_engines import Ledger
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, Segment, Work
+from tests.rollout.scripted import scripted
 from tests.rollout.toy_engine import ToyEngine
 from tests.toys import PRICES
 
@@ -54,50 +55,44 @@ class Rig:
         await self.clock.run('time', lambda: None, Work('time', seconds))
 
 
-def test_a_group_shares_an_engine_and_a_new_one_goes_where_least_is_outstanding():
-    async def script(rig):
-        return [
-            rig.pool.generate(one).engine
-            for one in (
-                request(0, tokens=20),  # 0 and 0: the first engine
-                request(1, tokens=5),  # 20 and 0: the second
-                request(0, sample=1, tokens=20),  # of the group on the first: 40 and 5
-                request(2, tokens=30),  # 40 and 5: the second
-                request(1, sample=1, tokens=1),  # of the group on the second: 40 and 36
-                request(3, tokens=4),  # 40 and 36: the second, with 40 and 40
-                request(4, tokens=1),  # equal: the first
-            )
-        ]
-
-    engines = Rig().run(script)
+@scripted(Rig)
+async def test_a_group_shares_an_engine_and_a_new_one_goes_where_least_is_outstanding(rig):
+    engines = [
+        rig.pool.generate(one).engine
+        for one in (
+            request(0, tokens=20),  # 0 and 0: the first engine
+            request(1, tokens=5),  # 20 and 0: the second
+            request(0, sample=1, tokens=20),  # of the group on the first: 40 and 5
+            request(2, tokens=30),  # 40 and 5: the second
+            request(1, sample=1, tokens=1),  # of the group on the second: 40 and 36
+            request(3, tokens=4),  # 40 and 36: the second, with 40 and 40
+            request(4, tokens=1),  # equal: the first
+        )
+    ]
     assert engines == [f'engine/{index}' for index in (0, 1, 0, 1, 1, 1, 0)]
 
 
-def test_delivered_tokens_and_ended_requests_are_not_outstanding():
-    async def script(rig):
-        (first, second) = (rig.pool.generate(request(draw, tokens=6)) for draw in (0, 1))
-        for _ in range(2):
-            await anext(first)
-        assert rig.pool.ledger.outstanding() == {'engine/0': 4, 'engine/1': 6}
-        assert rig.pool.generate(request(2, tokens=9, prefix=(segment(2),))).engine == 'engine/0'
-        assert rig.pool.ledger.outstanding() == {'engine/0': 4 + 7, 'engine/1': 6}
-        async for _ in second:
-            pass
-        assert second.finish_reason == 'length'
-        assert rig.pool.ledger.outstanding() == {'engine/0': 11, 'engine/1': 0}
-        return len(rig.pool.ledger)
-
-    assert Rig().run(script) == 2
+@scripted(Rig)
+async def test_delivered_tokens_and_ended_requests_are_not_outstanding(rig):
+    (first, second) = (rig.pool.generate(request(draw, tokens=6)) for draw in (0, 1))
+    for _ in range(2):
+        await anext(first)
+    assert rig.pool.ledger.outstanding() == {'engine/0': 4, 'engine/1': 6}
+    assert rig.pool.generate(request(2, tokens=9, prefix=(segment(2),))).engine == 'engine/0'
+    assert rig.pool.ledger.outstanding() == {'engine/0': 4 + 7, 'engine/1': 6}
+    async for _ in second:
+        pass
+    assert second.finish_reason == 'length'
+    assert rig.pool.ledger.outstanding() == {'engine/0': 11, 'engine/1': 0}
+    assert len(rig.pool.ledger) == 2
 
 
-def test_a_resumed_episode_prefers_its_engine_while_there_is_one_of_that_name():
-    async def script(rig):
-        names = [rig.pool.generate(request(0), prefer='engine/1').engine]
-        names.append(rig.pool.generate(request(0, sample=1)).engine)  # the group is there now
-        names.append(rig.pool.generate(request(1), prefer='engine/7').engine)  # gone
-        return names
-
-    assert Rig().run(script) == ['engine/1', 'engine/1', 'engine/0']
+@scripted(Rig)
+async def test_a_resumed_episode_prefers_its_engine_while_there_is_one_of_that_name(rig):
+    names = [rig.pool.generate(request(0), prefer='engine/1').engine]
+    names.append(rig.pool.generate(request(0, sample=1)).engine)  # the group is there now
+    names.append(rig.pool.generate(request(1), prefer='engine/7').engine)  # gone
+    assert names == ['engine/1', 'engine/1', 'engine/0']
 
 
 def test_an_open_request_is_not_started_again():
@@ -129,22 +124,19 @@ def test_the_ledger_agrees_with_a_recount_after_any_sequence():
     assert ledger.entries() == entries
 
 
-def test_engines_load_at_the_same_time_and_the_longest_pause_counts():
-    async def script(rig):
-        for engine, pause_s in zip(rig.engines, (0.25, 0.5, 0.125), strict=True):
-            swap = engine.swap
+@scripted(Rig, 3)
+async def test_engines_load_at_the_same_time_and_the_longest_pause_counts(rig):
+    for engine, pause_s in zip(rig.engines, (0.25, 0.5, 0.125), strict=True):
+        swap = engine.swap
 
-            async def slow(version, swap=swap, pause_s=pause_s):
-                await swap(version)
-                return pause_s
+        async def slow(version, swap=swap, pause_s=pause_s):
+            await swap(version)
+            return pause_s
 
-            engine.swap = slow
-        before = rig.clock.now()
-        longest = await rig.pool.load_weights(PublishedWeights(3, '', 1))
-        return longest, rig.clock.now() - before, [engine.version for engine in rig.engines]
-
-    rig = Rig(3)
-    longest, seconds, versions = rig.run(script)
+        engine.swap = slow
+    before = rig.clock.now()
+    longest = await rig.pool.load_weights(PublishedWeights(3, '', 1))
+    seconds, versions = rig.clock.now() - before, [engine.version for engine in rig.engines]
     assert (longest, versions) == (0.5, [3, 3, 3])
     assert seconds == pytest.approx(PRICES['load'])  # not three times that
     loads = [e['lane'] for e in rig.log.events if e['kind'] == 'run_start' and e['work'] == 'load']
@@ -187,38 +179,32 @@ def test_an_engine_that_fails_to_load_ends_the_run():
         Rig().run(script)
 
 
-def test_a_paused_pool_has_delivered_everything_and_lists_what_is_open_in_order():
-    async def script(rig):
-        generations = [rig.pool.generate(request(draw, tokens=4)) for draw in range(4)]
-        await rig.pass_time(0.025)
-        await rig.pool.pause()
-        order = rig.pool.order()
-        now = rig.clock.now()
-        await rig.pass_time(1.0)
-        assert not [e for e in rig.log.events if e['time'] > now and e['kind'] == 'run_done' and e['work'] == 'decode']
-        rig.pool.resume()
-        tokens = [sum([len(s.tokens) async for s in generation]) for generation in generations]
-        return order, tokens
-
-    order, tokens = Rig().run(script)
+@scripted(Rig)
+async def test_a_paused_pool_has_delivered_everything_and_lists_what_is_open_in_order(rig):
+    generations = [rig.pool.generate(request(draw, tokens=4)) for draw in range(4)]
+    await rig.pass_time(0.025)
+    await rig.pool.pause()
+    order = rig.pool.order()
+    now = rig.clock.now()
+    await rig.pass_time(1.0)
+    assert not [e for e in rig.log.events if e['time'] > now and e['kind'] == 'run_done' and e['work'] == 'decode']
+    rig.pool.resume()
+    tokens = [sum([len(s.tokens) async for s in generation]) for generation in generations]
     assert order == [('engine/0', 0, 0), ('engine/0', 2, 0), ('engine/1', 1, 0), ('engine/1', 3, 0)]
     assert tokens == [4] * 4
 
 
-def test_a_cancelled_episode_has_no_finish_reason_and_the_ledger_is_empty():
-    async def script(rig):
-        workflow = SingleTurn(rig.pool, SamplingParams(50, 1.0, 0, 1.0, ()), seed=0)
-        episodes = [Episode(sample) for sample in range(3)]
-        for episode in episodes:
-            rig.supervisor.start('episode', workflow.run(Prompt(0, PROMPT, 'toy', {}), episode))
-        rig.pool.generate(request(9))  # nobody iterates
-        await rig.pass_time(0.025)
-        rig.pool.cancel_all()
-        assert (len(rig.pool.ledger), rig.pool.order()) == (0, [])
-        await rig.pass_time(0.1)
-        return episodes
-
-    episodes = Rig().run(script)
+@scripted(Rig)
+async def test_a_cancelled_episode_has_no_finish_reason_and_the_ledger_is_empty(rig):
+    workflow = SingleTurn(rig.pool, SamplingParams(50, 1.0, 0, 1.0, ()), seed=0)
+    episodes = [Episode(sample) for sample in range(3)]
+    for episode in episodes:
+        rig.supervisor.start('episode', workflow.run(Prompt(0, PROMPT, 'toy', {}), episode))
+    rig.pool.generate(request(9))  # nobody iterates
+    await rig.pass_time(0.025)
+    rig.pool.cancel_all()
+    assert (len(rig.pool.ledger), rig.pool.order()) == (0, [])
+    await rig.pass_time(0.1)
     assert [episode.finish_reason for episode in episodes] == [None] * 3
     assert sum(len(s.tokens) for s in episodes[0].segments) == 2  # delivered before: 10 ms each
 

@@ -1,4 +1,5 @@
-"""What an engine does next, seen from its log and from a backend that knows every position (tests/toys.py)."""
+"""Slots and their queue, and what an engine does next, seen from its log and from a backend that knows every position
+(tests/toys.py)."""
 
 import dataclasses
 import random
@@ -6,11 +7,16 @@ import random
 import numpy as np
 import pytest
 
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.event_writer import EventLog
 from areal_jax.rollout.blocks import BlockIndex, BlockPool, Match
 from areal_jax.rollout.cache_table import CacheBudgetError
+from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.scheduler import SlotTable
 from areal_jax.rollout.stream import IN_A_SERVER, LogprobError
-from areal_jax.types import Segment
+from areal_jax.types import GenerationRequest, SamplingParams, Segment
 from tests.rollout.engine_rig import SAMPLING, Rig, collect, request
+from tests.rollout.scripted import scripted
 from tests.toys import PRICES, logprob, token
 
 
@@ -34,21 +40,18 @@ def prefilled(rig):
 # Prompts are shared.
 
 
-def test_a_group_of_16_over_three_admissions_with_an_interruption_prefills_its_prompt_twice():
-    async def script(rig):
-        start = lambda samples: [
-            rig.engine.generate(request(sample, prompt=prompt_of(512), sampling=of_length(20))) for sample in samples
-        ]
-        running = start(range(6))
-        await rig.pass_time(0.56)  # 512 ms of prefill, then 10 ms a token
-        running += start(range(6, 11))
-        await rig.pass_time(0.02)
-        await rig.load(1, (3, 1))
-        running += start(range(11, 16))
-        return [await collect(one) for one in running]
-
-    rig = Rig(slots=16, context_tokens=1024, block_tokens=64, largest_piece=1024)
-    segments = rig.run(script)
+@scripted(Rig, slots=16, context_tokens=1024, block_tokens=64, largest_piece=1024)
+async def test_a_group_of_16_over_three_admissions_with_an_interruption_prefills_its_prompt_twice(rig):
+    start = lambda samples: [
+        rig.engine.generate(request(sample, prompt=prompt_of(512), sampling=of_length(20))) for sample in samples
+    ]
+    running = start(range(6))
+    await rig.pass_time(0.56)  # 512 ms of prefill, then 10 ms a token
+    running += start(range(6, 11))
+    await rig.pass_time(0.02)
+    await rig.load(1, (3, 1))
+    running += start(range(11, 16))
+    segments = [await collect(one) for one in running]
     assert [len(tokens_of(one)) for one in segments] == [20] * 16
     (interrupt,) = rig.kinds('interrupt')
     assert len(interrupt['requests']) == 11
@@ -61,28 +64,21 @@ def test_a_group_of_16_over_three_admissions_with_an_interruption_prefills_its_p
     assert shared <= separate / 10
 
 
-def test_members_that_wait_for_a_slot_find_the_prompt():
-    async def script(rig):
-        running = [
-            rig.engine.generate(request(sample, prompt=prompt_of(14), sampling=of_length(5))) for sample in range(9)
-        ]
-        return [await collect(one) for one in running]
-
-    rig = Rig(slots=2)
-    rig.run(script)
+@scripted(Rig, slots=2)
+async def test_members_that_wait_for_a_slot_find_the_prompt(rig):
+    running = [rig.engine.generate(request(sample, prompt=prompt_of(14), sampling=of_length(5))) for sample in range(9)]
+    for one in running:
+        await collect(one)
     assert rig.backend.prefills == [[list(prompt_of(13))]]
     assert [len(event['requests']) for event in rig.kinds('prefill')] == [2, 2, 2, 2, 1]
 
 
-def test_the_same_prompt_in_another_draw_is_found_and_another_version_is_not():
-    async def script(rig):
-        for draw, version in ((1, 0), (2, 0), (3, 1)):
-            if version:
-                await rig.load(version, (3, 1))
-            await collect(rig.engine.generate(request(0, draw=draw)))
-
-    rig = Rig()
-    rig.run(script)
+@scripted(Rig)
+async def test_the_same_prompt_in_another_draw_is_found_and_another_version_is_not(rig):
+    for draw, version in ((1, 0), (2, 0), (3, 1)):
+        if version:
+            await rig.load(version, (3, 1))
+        await collect(rig.engine.generate(request(0, draw=draw)))
     assert rig.backend.prefills == [[[1, 2]], [[1, 2]]]
 
 
@@ -138,19 +134,16 @@ def test_an_answer_that_was_interrupted_is_kept_as_far_as_it_was_computed_again(
         assert found == cached
 
 
-def test_the_conversation_that_was_not_used_for_longest_gives_its_blocks():
-    async def script(rig):
-        said, cached = {name: [10 * name + one for one in range(9)] for name in range(1, 4)}, {}
-        for turn, name in enumerate((1, 2, 1, 3, 1, 3, 2)):  # up to 25, 31 and 25 tokens, in 14 blocks of 4
-            running = rig.engine.generate(request(0, draw=turn, prompt=said[name], sampling=of_length(6)))
-            await collect(running)
-            cached.setdefault(name, []).append(running.cached_tokens)
-            said[name] = [*running.tokens.tolist(), 50, 51]
-        rig.check_blocks()
-        return cached
-
-    rig = Rig(slots=2, cache_blocks=14, context_tokens=56)
-    assert rig.run(script) == {1: [0, 14, 22], 2: [0, 0], 3: [0, 14]}
+@scripted(Rig, slots=2, cache_blocks=14, context_tokens=56)
+async def test_the_conversation_that_was_not_used_for_longest_gives_its_blocks(rig):
+    said, cached = {name: [10 * name + one for one in range(9)] for name in range(1, 4)}, {}
+    for turn, name in enumerate((1, 2, 1, 3, 1, 3, 2)):  # up to 25, 31 and 25 tokens, in 14 blocks of 4
+        running = rig.engine.generate(request(0, draw=turn, prompt=said[name], sampling=of_length(6)))
+        await collect(running)
+        cached.setdefault(name, []).append(running.cached_tokens)
+        said[name] = [*running.tokens.tolist(), 50, 51]
+    rig.check_blocks()
+    assert cached == {1: [0, 14, 22], 2: [0, 0], 3: [0, 14]}
     assert not rig.kinds('preempt')
 
 
@@ -161,43 +154,39 @@ def test_prefill_of_a_turn_is_paid_by_what_it_computes():
     assert amounts == [(8, 8, 36), (8, 2, 15 + 16)]
 
 
-def test_an_answer_that_fails_is_not_kept():
-    async def script(rig):
-        generate = rig.backend.generate
+@scripted(Rig, failure=IN_A_SERVER)
+async def test_an_answer_that_fails_is_not_kept(rig):
+    generate = rig.backend.generate
 
-        def broken(weights, state, rows, steps):
-            state, output = generate(weights, state, rows, steps)
-            if rows[0].position >= 12:
-                output.logprobs[:] = np.nan
-            return state, output
+    def broken(weights, state, rows, steps):
+        state, output = generate(weights, state, rows, steps)
+        if rows[0].position >= 12:
+            output.logprobs[:] = np.nan
+        return state, output
 
-        rig.backend.generate = broken
-        failing = rig.engine.generate(request(0, prompt=prompt_of(9), sampling=of_length(6)))
-        with pytest.raises(LogprobError):
-            await collect(failing)
-        rig.backend.generate = generate
-        turn = rig.engine.generate(request(1, prompt=[*failing.tokens.tolist(), 50], sampling=of_length(2)))
-        await collect(turn)
-        return turn.cached_tokens
-
-    assert Rig(failure=IN_A_SERVER).run(script) == 8  # the prompt alone
+    rig.backend.generate = broken
+    failing = rig.engine.generate(request(0, prompt=prompt_of(9), sampling=of_length(6)))
+    with pytest.raises(LogprobError):
+        await collect(failing)
+    rig.backend.generate = generate
+    turn = rig.engine.generate(request(1, prompt=[*failing.tokens.tolist(), 50], sampling=of_length(2)))
+    await collect(turn)
+    assert turn.cached_tokens == 8  # the prompt alone
 
 
 # Prefill goes in pieces.
 
 
 @pytest.mark.parametrize('company', [False, True])
-def test_a_long_prefill_is_cut_at_the_same_places_and_stops_nobody(company):
-    async def script(rig):
-        begun = (Segment(np.array(range(5, 40), np.int32), np.zeros(35, np.float32), 0),)
-        running = [rig.engine.generate(request(1, draw=1, sampling=of_length(40)))] if company else []
-        await rig.pass_time(0.035)
-        long = request(0, prompt=prompt_of(71), prefix=begun, sampling=of_length(40))
-        running.append(rig.engine.generate(long))
-        return [await collect(one) for one in running]
-
-    rig = Rig(context_tokens=128, largest_piece=16)
-    rig.run(script)
+@scripted(Rig, context_tokens=128, largest_piece=16)
+async def test_a_long_prefill_is_cut_at_the_same_places_and_stops_nobody(rig, company):
+    begun = (Segment(np.array(range(5, 40), np.int32), np.zeros(35, np.float32), 0),)
+    running = [rig.engine.generate(request(1, draw=1, sampling=of_length(40)))] if company else []
+    await rig.pass_time(0.035)
+    long = request(0, prompt=prompt_of(71), prefix=begun, sampling=of_length(40))
+    running.append(rig.engine.generate(long))
+    for one in running:
+        await collect(one)
     pieces = [piece for prefill in rig.backend.prefills for piece in prefill if len(piece) > 2]
     # 70 tokens of prompt, then its last one and 34 of the answer
     assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6, 16, 16, 3]
@@ -211,16 +200,14 @@ def test_a_long_prefill_is_cut_at_the_same_places_and_stops_nobody(company):
         assert set(rig.backend.batches) == {1, 2}  # a row decodes when its tokens are in the cache
 
 
-def test_as_many_pieces_go_at_once_as_one_bucket_holds():
-    async def script(rig):
-        running = [
-            rig.engine.generate(request(0, draw=draw, prompt=range(draw, draw + 7), sampling=of_length(2)))
-            for draw in range(5)
-        ]
-        return [await collect(one) for one in running]
-
-    rig = Rig(slots=5, largest_piece=16)
-    rig.run(script)
+@scripted(Rig, slots=5, largest_piece=16)
+async def test_as_many_pieces_go_at_once_as_one_bucket_holds(rig):
+    running = [
+        rig.engine.generate(request(0, draw=draw, prompt=range(draw, draw + 7), sampling=of_length(2)))
+        for draw in range(5)
+    ]
+    for one in running:
+        await collect(one)
     assert [len(pieces) for pieces in rig.backend.prefills] == [2, 2, 1]  # 6 tokens each
     assert [event['bucket'] for event in rig.kinds('prefill')] == [16, 16, 8]
     assert rig.backend.batches[:2] == [5, 5]  # every slot is taken before the first dispatch of decoding
@@ -229,46 +216,37 @@ def test_as_many_pieces_go_at_once_as_one_bucket_holds():
 @pytest.mark.parametrize(
     ('prompts', 'buckets'), [((7, 5), [8, 8]), ((7, 7), [16]), ((9, 2), [8, 8]), ((10, 2), [16]), ((10, 2, 7), [16])]
 )
-def test_pieces_that_would_fill_a_bucket_badly_go_in_smaller_ones(prompts, buckets):
-    async def script(rig):
-        running = [
-            rig.engine.generate(request(0, draw=draw, prompt=range(20 * draw, 20 * draw + n), sampling=of_length(2)))
-            for draw, n in enumerate(prompts)
-        ]
-        return [await collect(one) for one in running]
-
-    rig = Rig(slots=5, largest_piece=16)  # buckets of 8 and 16; the last token of a prompt is not prefilled
-    rig.run(script)
+@scripted(Rig, slots=5, largest_piece=16)
+async def test_pieces_that_would_fill_a_bucket_badly_go_in_smaller_ones(rig, prompts, buckets):
+    running = [
+        rig.engine.generate(request(0, draw=draw, prompt=range(20 * draw, 20 * draw + n), sampling=of_length(2)))
+        for draw, n in enumerate(prompts)
+    ]
+    for one in running:
+        await collect(one)
+    # buckets of 8 and 16; the last token of a prompt is not prefilled
     assert [event['bucket'] for event in rig.kinds('prefill')] == buckets
 
 
 @pytest.mark.parametrize('cancelled', [0, 1])
-def test_cancelling_a_request_whose_prefill_is_under_way_leaves_the_prompt_to_its_group(cancelled):
-    async def script(rig):
-        running = [
-            rig.engine.generate(request(sample, prompt=prompt_of(71), sampling=of_length(9))) for sample in range(2)
-        ]
-        await rig.pass_time(0.04)  # 16 ms a piece: two of five
-        rig.engine.cancel(running[cancelled].request_id)
-        rig.check_blocks()
-        return [await collect(one) for one in running]
-
-    rig = Rig(slots=2, context_tokens=128, largest_piece=16)
-    segments = rig.run(script)
+@scripted(Rig, slots=2, context_tokens=128, largest_piece=16)
+async def test_cancelling_a_request_whose_prefill_is_under_way_leaves_the_prompt_to_its_group(rig, cancelled):
+    running = [rig.engine.generate(request(sample, prompt=prompt_of(71), sampling=of_length(9))) for sample in range(2)]
+    await rig.pass_time(0.04)  # 16 ms a piece: two of five
+    rig.engine.cancel(running[cancelled].request_id)
+    rig.check_blocks()
+    segments = [await collect(one) for one in running]
     assert [len(tokens_of(one)) for one in segments] == ([0, 9] if cancelled == 0 else [9, 0])
     assert sum(tokens for tokens, _ in prefilled(rig)) == 70
     rig.check_blocks()
 
 
-def test_a_swap_begins_a_prefill_again_even_where_the_cache_is_kept():
-    async def script(rig):
-        running = rig.engine.generate(request(0, prompt=prompt_of(71), sampling=of_length(9)))
-        await rig.pass_time(0.04)  # two of five pieces, and the third is under way
-        await rig.load(1, (3, 1))
-        return await collect(running)
-
-    rig = Rig(kv_policy='keep', context_tokens=128, largest_piece=16)
-    (segment,) = rig.run(script)
+@scripted(Rig, kv_policy='keep', context_tokens=128, largest_piece=16)
+async def test_a_swap_begins_a_prefill_again_even_where_the_cache_is_kept(rig):
+    running = rig.engine.generate(request(0, prompt=prompt_of(71), sampling=of_length(9)))
+    await rig.pass_time(0.04)  # two of five pieces, and the third is under way
+    await rig.load(1, (3, 1))
+    (segment,) = await collect(running)
     assert segment.behavior_logprobs.min() > -1000  # nothing of the old version is read
     assert sum(tokens for tokens, _ in prefilled(rig)) == 3 * 16 + 70
 
@@ -306,43 +284,37 @@ def test_a_cache_that_can_not_hold_one_sequence_is_refused_when_the_engine_is_bu
         Rig(cache_blocks=7)
 
 
-def test_the_prompt_of_waiting_requests_is_given_up_before_a_running_answer():
-    async def script(rig):
-        group = [rig.engine.generate(request(sample, sampling=of_length(5))) for sample in range(2)]
-        long = rig.engine.generate(request(0, draw=1, prompt=(7, 8, 9), sampling=of_length(29)))
-        return [await collect(one) for one in (*group, long)]
-
+@scripted(Rig, slots=1, cache_blocks=8, decode_steps=2)
+async def test_the_prompt_of_waiting_requests_is_given_up_before_a_running_answer(rig):
+    group = [rig.engine.generate(request(sample, sampling=of_length(5))) for sample in range(2)]
+    long = rig.engine.generate(request(0, draw=1, prompt=(7, 8, 9), sampling=of_length(29)))
+    for one in (*group, long):
+        await collect(one)
     # one slot: the first of the group, its prompt waits in one block for the second; later the long one needs all eight
-    rig = Rig(slots=1, cache_blocks=8, decode_steps=2)
-    rig.run(script)
     assert [len(piece) for pieces in rig.backend.prefills for piece in pieces] == [2, 2]
     assert not rig.kinds('preempt')
 
 
 @pytest.mark.parametrize('group', [1, 4])
-def test_the_default_cache_preempts_nobody(group):
-    async def script(rig):
-        running = [
-            rig.engine.generate(request(sample, draw=draw, prompt=range(draw, draw + 6), sampling=of_length(26)))
-            for draw in range(6)
-            for sample in range(group)
-        ]
-        return [await collect(one) for one in running]
-
-    rig = Rig(slots=4, decode_steps=3)
-    rig.run(script)
+@scripted(Rig, slots=4, decode_steps=3)
+async def test_the_default_cache_preempts_nobody(rig, group):
+    running = [
+        rig.engine.generate(request(sample, draw=draw, prompt=range(draw, draw + 6), sampling=of_length(26)))
+        for draw in range(6)
+        for sample in range(group)
+    ]
+    for one in running:
+        await collect(one)
     assert not rig.kinds('preempt')
 
 
 # What the log and the totals say.
 
 
-def test_positions_seen_and_read_are_counted():
-    async def script(rig):
-        return await collect(rig.engine.generate(request(0, sampling=of_length(3))))
+@scripted(Rig, decode_steps=2)
+async def test_positions_seen_and_read_are_counted(rig):
+    await collect(rig.engine.generate(request(0, sampling=of_length(3))))
 
-    rig = Rig(decode_steps=2)
-    rig.run(script)
     # the last token of the prompt, at position 2, sees 3, the next one 4; the third and last sees 5. The toy reads
     # whole blocks of 4: one in the first dispatch, two in the second, in both steps
     assert [(e['positions'], e['positions_read'], e['bucket']) for e in rig.kinds('decode')] == [(7, 8, 1), (5, 16, 1)]
@@ -350,16 +322,14 @@ def test_positions_seen_and_read_are_counted():
     assert (totals.positions, totals.positions_read) == (12, 24)
 
 
-def test_what_is_rebuilt_is_counted_apart_from_first_prefills():
-    async def script(rig):
-        running = [rig.engine.generate(request(sample, sampling=of_length(20))) for sample in range(2)]
-        await rig.pass_time(0.03)
-        await rig.load(1, (3, 1))
-        running.append(rig.engine.generate(request(0, draw=1, prompt=(7, 8, 9))))
-        return [await collect(one) for one in running]
-
-    rig = Rig()
-    rig.run(script)
+@scripted(Rig)
+async def test_what_is_rebuilt_is_counted_apart_from_first_prefills(rig):
+    running = [rig.engine.generate(request(sample, sampling=of_length(20))) for sample in range(2)]
+    await rig.pass_time(0.03)
+    await rig.load(1, (3, 1))
+    running.append(rig.engine.generate(request(0, draw=1, prompt=(7, 8, 9))))
+    for one in running:
+        await collect(one)
     totals = rig.engine.stream.totals
     assert totals.prefilled_tokens == 2 + 2
     assert (totals.prefilled_tokens + totals.rebuilt_tokens) == sum(tokens for tokens, _ in prefilled(rig))
@@ -486,3 +456,100 @@ def test_the_schedules_preempt_interrupt_rebuild_and_share():
         assert sum(len(rig.kinds(kind)) for rig in rigs) > 5
     assert sum(rebuilt for rig in rigs for _, rebuilt in prefilled(rig)) > 100
     assert sum(not tokens for rig in rigs for tokens, _ in prefilled(rig)) > 5  # admitted without any computation
+
+
+# Slots and the queue before them.
+
+
+def running(sample, draw=0):
+    request = GenerationRequest(draw, sample, 0, np.array([draw, 2], np.int32), SamplingParams(9, 1.0, 0, 1.0, ()))
+    return RunningRequest(request, VirtualClock({}, EventLog(), {}), 'engine/0', 11)
+
+
+def pinned(sample, version):
+    one = running(sample)
+    one.request = dataclasses.replace(one.request, version=version)
+    return one
+
+
+def samples(requests):
+    return [one.request.sample for one in requests]
+
+
+def table_of(slots, count):
+    table, requests = SlotTable(slots), [running(sample) for sample in range(count)]
+    for one in requests:
+        table.add(one)
+    return table, requests
+
+
+def fill(table):
+    """Admits all that can be; their samples."""
+    entered = []
+    while (one := table.next_waiting()) is not None:
+        table.enter(one)
+        entered.append(one.request.sample)
+    return entered
+
+
+def by_slot(table):
+    return [one and one.request.sample for one in table.slots]
+
+
+def test_free_slots_are_filled_first_come_first_served_and_the_lowest_first():
+    table, requests = table_of(3, 5)
+    assert (fill(table), by_slot(table)) == ([0, 1, 2], [0, 1, 2])
+    table.leave(requests[2])
+    table.leave(requests[0])
+    assert (fill(table), by_slot(table)) == ([3, 4], [3, 1, 4])
+    assert (samples(table.open_requests()), table.taken, table.waiting) == ([3, 1, 4], 3, 0)
+    assert (samples(table.admitted()), table.youngest()) == ([1, 3, 4], requests[4])
+
+
+def test_a_request_is_removed_wherever_it_is():
+    table, requests = table_of(2, 4)
+    fill(table)
+    assert table.remove(requests[1].request_id) is requests[1]
+    assert table.remove(requests[3].request_id) is requests[3]  # it waited
+    assert table.remove(requests[3].request_id) is None
+    assert (samples(table.open_requests()), by_slot(table)) == ([0, 2], [0, None])
+    assert (table.has_slot(requests[0]), table.has_slot(requests[2])) == (True, False)
+
+
+def test_requeued_requests_come_first_in_slot_order():
+    table, requests = table_of(3, 5)
+    fill(table)
+    table.remove(requests[1].request_id)
+    fill(table)
+    table.requeue()
+    assert samples(table.open_requests()) == [0, 3, 2, 4]  # slots 0, 1, 2 and the one that waited
+    assert (fill(table), by_slot(table)) == ([0, 3, 2], [0, 3, 2])
+
+
+def test_a_request_that_gives_its_slot_up_is_the_next_to_get_one():
+    table, _ = table_of(3, 5)
+    fill(table)
+    for expected in (2, 1):
+        assert table.youngest().request.sample == expected
+        table.return_to_queue(table.youngest())
+    assert samples(table.open_requests()) == [0, 1, 2, 3, 4]
+    assert fill(table) == [1, 2]
+
+
+def test_slots_hold_requests_of_one_version_at_a_time():
+    table = SlotTable(3)
+    requests = [pinned(sample, version) for sample, version in enumerate((2, 2, 4, 2, 4))]
+    for one in requests:
+        table.add(one)
+    assert (table.version(), fill(table)) == (2, [0, 1])  # 2 is next, and of another version
+    table.leave(requests[0])
+    assert (table.version(), fill(table)) == (2, [])
+    table.leave(requests[1])
+    assert (table.version(), fill(table)) == (4, [2])
+    table.leave(requests[2])
+    assert (table.version(), fill(table)) == (2, [3])
+    assert not table.is_empty
+    table.leave(requests[3])
+    fill(table)
+    table.leave(requests[4])
+    assert table.is_empty

@@ -8,6 +8,7 @@ import pytest
 
 from areal_jax.rollout.spare_engines import PUBLICATIONS, Change, SpareRule
 from areal_jax.types import PublishedWeights
+from tests.rollout.scripted import scripted
 from tests.rollout.test_changing_pool import Rig, W, expected, request
 from tests.toys import PRICES
 
@@ -118,23 +119,19 @@ def test_a_rule_that_goes_on_from_its_state_decides_as_the_other(at):
 SLOW_PRICES = PRICES | {'decode': lambda lane, work: work.amount * (0.03 if lane == 'engine/1' else 0.01)}
 
 
-def test_a_pool_sends_what_a_class_has_to_the_others_with_every_token_and_takes_the_class_back_when_slots_are_full():
-    rig = Rig(engines=2, slots=4, prices=SLOW_PRICES, hardware=('1 x fast', '1 x slow'), spare_slots=4)
+@scripted(Rig, engines=2, slots=4, prices=SLOW_PRICES, hardware=('1 x fast', '1 x slow'), spare_slots=4)
+async def test_a_pool_moves_what_a_class_has_with_every_token_and_takes_the_class_back_when_slots_are_full(rig):
     asked, served = [], []
-
-    async def script():
-        tasks = []
-        for version in range(1, 10):
-            new = [request(len(asked) + index) for index in range(2 if version < 7 else 8)]
-            asked.extend(new)
-            tasks += rig.start(*new)
-            await rig.pass_time(0.2)
-            await rig.pool.load_weights(PublishedWeights(version, '', (W, version)))
-            served.append(rig.pool.serving_engines())
-        for task in tasks:
-            assert (await task).finish_reason == 'length'
-
-    rig.run(script)
+    tasks = []
+    for version in range(1, 10):
+        new = [request(len(asked) + index) for index in range(2 if version < 7 else 8)]
+        asked.extend(new)
+        tasks += rig.start(*new)
+        await rig.pass_time(0.2)
+        await rig.pool.load_weights(PublishedWeights(version, '', (W, version)))
+        served.append(rig.pool.serving_engines())
+    for task in tasks:
+        assert (await task).finish_reason == 'length'
     start, done = rig.of_kind('spare')
     assert (start['mode'], start['version']) == ('start', 4)
     assert (start['hardware'], start['engines']) == ('1 x slow', ['engine/1'])

@@ -1,12 +1,16 @@
-"""Chat templates come from outside: whatever one does ends in a text or in one sentence, soon and in little memory."""
+"""Chat templates: whatever one does ends in a text or in one sentence, soon and in little memory; what they call and
+see, as in transformers; the one with Hermes notation."""
 
 from __future__ import annotations
 
+import json
+import re
 import resource
 import threading
 
 import pytest
 
+from areal_jax.installation import locate_file
 from areal_jax.text.chat_template import ChatTemplate, ConversationError, TokenizerError
 from areal_jax.text.tokenizer import chat_messages
 
@@ -141,3 +145,121 @@ def test_usual_conversations_do_not_wait_for_a_large_one():
     thread.join()
     assert ended
     template.close()
+
+
+VALUE = {'b': [1, 'é<&'], 'a': {'d': None, 'c': 1.5}}
+
+
+def render_one(source, messages=({'role': 'user', 'content': 'x'},), day='', **values):
+    template = ChatTemplate(source, values, 'file', day=day)
+    [text] = template.render([messages])
+    template.close()
+    return text
+
+
+@pytest.mark.parametrize(('written', 'options'), [
+    ('tojson', {}),
+    ('tojson(ensure_ascii=true)', {'ensure_ascii': True}),
+    ('tojson(true)', {'ensure_ascii': True}),  # its first argument, as in transformers
+    ('tojson(indent=2)', {'indent': 2}),
+    ('tojson(indent="\t")', {'indent': '\t'}),
+    ('tojson(separators=(",", ":"))', {'separators': (',', ':')}),
+    ('tojson(separators=[", ", " : "], sort_keys=true)', {'separators': (', ', ' : '), 'sort_keys': True}),
+    ('tojson(ensure_ascii=false, indent=4, separators=(",", ": "), sort_keys=true)',
+     {'indent': 4, 'separators': (',', ': '), 'sort_keys': True}),
+])  # fmt: skip
+def test_tojson_is_json_dumps(written, options):
+    assert render_one(f'{{{{ value | {written} }}}}', value=VALUE) == json.dumps(
+        VALUE, **{'ensure_ascii': False} | options
+    )
+
+
+def test_what_a_model_writes_may_be_marked():
+    source = (
+        '{% for m in messages %}{% if m.role == "assistant" %}{%- generation -%} {{ m.content }}|{% endgeneration %}'
+        '{% else %}{{ m.content }};{% endif %}{% endfor %}{{ after is defined }}'
+    )
+    chat = [{'role': role, 'content': text} for role, text in (('user', 'a'), ('assistant', 'b'), ('user', 'c'))]
+    assert render_one(source, chat) == 'a;b|c;False'
+    with pytest.raises(ValueError, match='cannot be read: line 1'):
+        render_one('{% generation %}a')
+
+
+def test_time_is_that_of_the_day():
+    assert render_one('{{ strftime_now("%d %b %Y, %H:%M") }}', day='2024-07-26') == '26 Jul 2024, 00:00'
+    assert render_one('{{ strftime_now is defined }}', day='off') == 'False'
+
+
+@pytest.mark.parametrize(('message', 'seen'), [
+    ({'content': None, 'tool_calls': None}, []),
+    ({'content': '', 'name': 0}, [('content', ''), ('name', 0)]),
+    ({'reasoning': 'r'}, [('reasoning', 'r'), ('reasoning_content', 'r'), ('thinking', 'r')]),
+    ({'thinking': 't', 'reasoning': 'r'}, [('reasoning', 'r'), ('reasoning_content', 't'), ('thinking', 't')]),
+    ({'reasoning_content': None, 'reasoning': ''}, [('reasoning', ''), ('reasoning_content', ''), ('thinking', '')]),
+])  # fmt: skip
+def test_a_message_has_no_names_without_a_value_and_its_reasoning_under_all_of_them(message, seen):
+    assert json.loads(render_one('{{ messages[0] | dictsort | tojson }}', [message])) == [list(pair) for pair in seen]
+
+
+TOOL = {'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}}
+SYSTEM, USER = {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'q'}
+
+
+@pytest.fixture(scope='module')
+def template():
+    return ChatTemplate(locate_file('package:configs/templates/hermes.jinja').read_text(), {}, 'hermes.jinja')
+
+
+def call(name, arguments):
+    return {'id': 'c', 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+
+
+def turns(text):
+    return re.findall(r'<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n|\Z)', text, re.DOTALL)
+
+
+def test_a_chat_without_tools_is_plain_chatml(template):
+    assert template.takes_tools
+    assert template.render([[SYSTEM, USER]]) == [
+        '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n'
+    ]
+
+
+def test_tools_stand_in_the_one_system_turn(template):
+    for messages, begins in (([USER], 'These functions'), ([SYSTEM, USER], 'Be brief.\n\nThese functions')):
+        (role, text), *others = turns(template.render([messages], [TOOL, TOOL])[0])
+        assert (role, text[: len(begins)]) == ('system', begins)
+        shown = re.search(r'<tools>\n(.*)\n</tools>', text, re.DOTALL)[1].split('\n')
+        assert [json.loads(line) for line in shown] == [TOOL, TOOL]
+        assert others == [('user', 'q'), ('assistant', '')]
+
+
+def read_calls(text):
+    """(content, calls) of a turn: what a reader of Hermes notation finds."""
+    content, *blocks = re.split(r'\n?<tool_call>\n', text)
+    return content, [json.loads(block.removesuffix('\n</tool_call>')) for block in blocks]
+
+
+@pytest.mark.parametrize('content', ['', 'Let me see.\n\nNow:'])
+@pytest.mark.parametrize('arguments', [[{'a': 1, 'b': 'é"\n'}], [{}, {'c': [None, {'d': 1.5}]}]])
+def test_text_and_calls_of_an_answer_come_back(template, content, arguments):
+    answer = {'role': 'assistant', 'content': content, 'tool_calls': [call('add', value) for value in arguments]}
+    found = turns(template.render([[USER, answer]], [TOOL])[0])[2]
+    assert found[0] == 'assistant'
+    assert read_calls(found[1]) == (content, [{'name': 'add', 'arguments': value} for value in arguments])
+
+
+def test_arguments_in_a_text_stay_as_the_model_wrote_them(template):
+    answer = {'role': 'assistant', 'content': None, 'tool_calls': [call('add', '{"a":  1}'), call('add', '{broken')]}
+    text = turns(template.render([[USER, answer]], [TOOL])[0])[2][1]
+    first = '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>'
+    assert text == f'{first}\n<tool_call>\n{{"name": "add", "arguments": {{broken}}\n</tool_call>'
+
+
+def test_results_that_follow_each_other_are_one_turn(template):
+    results = [{'role': 'tool', 'content': text} for text in ('3', '4')]
+    answer = {'role': 'assistant', 'content': 'a'}
+    found = turns(template.render([[USER, answer, *results, USER, answer, results[0]]])[0])
+    blocks = ['\n'.join(f'<tool_response>\n{text}\n</tool_response>' for text in given) for given in ('34', '3')]
+    roles = ['user', 'assistant', 'user', 'user', 'assistant', 'user', 'assistant']
+    assert found == list(zip(roles, ['q', 'a', blocks[0], 'q', 'a', blocks[1], ''], strict=True))

@@ -15,7 +15,7 @@ from areal_jax.agents.environment_host import EnvironmentHost
 from areal_jax.agents.programs.program_host import Ending, Job
 from areal_jax.tasks.environments.verifiers_task import PROGRAM_FILE, describe_environment
 from tests.agents.gateway.rig import PROMPT, Run
-from tests.agents.programs.loop_thread import LoopThread, is_alive, wait_for
+from tests.agents.programs.loop_thread import is_alive, wait_for
 from tests.agents.toy_format import ids_of
 
 TOY = pathlib.Path(__file__).parent / 'toy'
@@ -24,13 +24,6 @@ TOY = pathlib.Path(__file__).parent / 'toy'
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
     monkeypatch.setenv('PYTHONPATH', str(TOY))
-
-
-@pytest.fixture
-def loop():
-    thread = LoopThread()
-    yield thread
-    thread.close()
 
 
 def make_host():

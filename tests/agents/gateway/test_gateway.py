@@ -6,14 +6,19 @@ import asyncio
 import json
 from unittest import mock
 
+import numpy as np
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
-from areal_jax.agents.dialogue import ProgramsError
-from areal_jax.agents.gateway import LEAST_LOGGED_BYTES
+from areal_jax.agents.dialogue import ProgramsError, Reply, Turn
+from areal_jax.agents.gateway import LEAST_LOGGED_BYTES, join_record
+from areal_jax.agents.programs.program_host import SaidTurn
+from areal_jax.control.episode import Call
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.types import NOT_GENERATED
+from areal_jax.types import NOT_GENERATED, Segment
 from tests.agents.gateway import rig
 from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
 from tests.agents.test_dialogue import saved
@@ -38,6 +43,7 @@ def test_the_turns_of_a_program_are_one_row_of_sampled_ids():
     ((first, between, second),) = run.rows
     assert (first, second) == (ids_of('a'), ids_of('b'))
     assert run.pool.requests[1].prompt_tokens.tolist() == [*PROMPT.tokens, *first, *between]
+    assert run.episode.rows[0].prompt_tokens is None  # it begins with the prompt of the draw
     assert [s.policy_version for s in run.episode.rows[0].segments] == [1, NOT_GENERATED, 2]
     assert (run.ends, run.episode.counts, run.host.is_closed) == (('stop', 'stop'), {}, True)
 
@@ -407,7 +413,8 @@ def test_a_program_that_starts_again_gets_the_replies_of_the_record():
 
     other = Run(other_way, ids_of('c'), episode=saved(before.episode))
     ((first, _, second),) = other.rows
-    assert (first, second, sum(other.episode.discarded.values())) == (ids_of('a'), ids_of('c'), 2)
+    assert (first, second, other.episode.discarded) == (ids_of('a'), ids_of('c'), {2: len(ids_of('b'))})
+    assert len(other.pool.requests) == 1
 
     async def one_turn(client):
         await client.chat(user('q'))
@@ -457,3 +464,42 @@ def test_no_web_page_is_heard_on_any_route(headers, status):
     with mock.patch.object(web, 'AppRunner', lambda app, **more: apps.append(app) or make(app, **more)):
         run = Run(program, ids_of('a'))
     assert (run.ends, len(run.pool.requests)) == (('stop', 'stop'), 1)
+
+
+CALL = Call('', '', 0, 0, True, (), '')
+
+
+def turn(text, *ids, calls=()):
+    functions = [{'id': 'c', 'function': {'name': name, 'arguments': arguments}} for name, arguments in calls]
+    answer = tuple(Segment(np.array([token], np.int32), np.zeros(1, np.float32), 0) for token in ids)
+    return Turn(CALL, Reply({'content': text, 'tool_calls': functions}, 'stop'), np.array([1], np.int32), answer)
+
+
+def said(text, *ids, calls=()):
+    return SaidTurn(text, calls, np.array(ids, np.int32) if ids else None)
+
+
+def test_ids_decide_where_the_record_has_them():
+    turns = {0: [turn('a', 5, 6)], 1: [turn('a', 7)]}
+    assert join_record([said('a', 7), said('b', 5, 6)], turns) == ([], 0)
+    assert join_record([said('a', 5)], turns) == ([0, 1], 1)
+
+
+def test_text_and_calls_decide_elsewhere_and_arguments_are_compared_as_json():
+    turns = {0: [turn('a', 5)], 1: [turn('a', 6, calls=[('add', '{"x": 1, "y": 2}')])]}
+    assert join_record([said('a', calls=(('add', '{"y":2,"x":1}'),))], turns) == ([0], 0)
+    assert join_record([said('a', calls=(('add', '{"x": 2}'),))], turns) == ([0, 1], 1)
+    deep = '[' * 100_000  # no JSON, and no reason to stop
+    assert join_record([said('a', calls=(('add', deep),))], {2: [turn('a', calls=[('add', deep)])]}) == ([], 0)
+    assert join_record([said('a', calls=(('add', '{bad'),))], {2: [turn('a', calls=[('add', '{bad')])]}) == ([], 0)
+
+
+def test_one_of_several_choices_is_enough():
+    assert join_record([said('b')], {0: [turn('a', 1), turn('b', 2)]}) == ([], 0)
+
+
+@given(st.lists(st.sampled_from('ab')), st.lists(st.sampled_from('ab')))
+def test_each_turn_of_the_record_takes_one_of_the_gateway(recorded, sampled):
+    left, strangers = join_record([said(text) for text in recorded], {i: [turn(t, 1)] for i, t in enumerate(sampled)})
+    common = sum(min(recorded.count(text), sampled.count(text)) for text in 'ab')
+    assert (len(left), strangers) == (len(sampled) - common, len(recorded) - common)

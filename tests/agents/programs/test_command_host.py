@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.agents.programs.program_host import CommandHost, Ending, Job
 from areal_jax.errors import UserError
-from tests.agents.programs.loop_thread import LoopThread, is_alive, read_when_there, wait_for
+from tests.agents.programs.loop_thread import is_alive, read_when_there, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='what it asserts of orphans is that of Linux')
 ROOT = pathlib.Path(__file__).parents[3]
@@ -33,13 +33,6 @@ if os.fork() == 0:
 while not os.path.exists(os.environ['FILE']): time.sleep(0.002)
 """
 HANG = "print(os.getpid(), file=open(os.environ['FILE'], 'w'), flush=True); import time; time.sleep(100)"
-
-
-@pytest.fixture(scope='module')
-def loop():
-    thread = LoopThread()
-    yield thread
-    thread.close()
 
 
 @pytest.fixture(scope='module')

@@ -14,7 +14,7 @@ from areal_jax.agents.programs import program_host
 from areal_jax.agents.programs.function_worker import check_function
 from areal_jax.agents.programs.program_host import Ending, FunctionHost, Job
 from areal_jax.errors import UserError
-from tests.agents.programs.loop_thread import LoopThread, is_alive, read_when_there, wait_for
+from tests.agents.programs.loop_thread import is_alive, read_when_there, wait_for
 
 ROOT = pathlib.Path(__file__).parents[3]
 KEY = 'sk-2718281828459045'
@@ -68,13 +68,6 @@ async def show(file, key):
     for number in range(30):
         print(number, key)
 """
-
-
-@pytest.fixture(scope='module')
-def loop():
-    thread = LoopThread()
-    yield thread
-    thread.close()
 
 
 @pytest.fixture(scope='module')

@@ -45,27 +45,6 @@ def test_output_and_gradients_equal_loops(segment, parent, impl):
         np.testing.assert_allclose(ours, loops, atol=5e-6)
 
 
-@runs_here
-def test_a_segment_in_company_equals_the_segment_alone(impl):
-    q, k, v = tensors()
-    together, start = pull_back(q, k, v, cotangent(), *PACKED, impl)[0], 0
-    for length in (70, 1, 40, 30, 9):  # the last is padding, a segment like any other
-        own = slice(start, start + length)
-        alone = by_loops(q[own], k[own], v[own], np.tri(length, dtype=bool))
-        np.testing.assert_allclose(together[own], alone, atol=1e-5)
-        start += length
-
-
-@runs_anything
-def test_an_answer_under_a_shared_prompt_equals_prompt_and_answer_in_one(impl):
-    q, k, v = tensors()
-    together = pull_back(q, k, v, cotangent(), *SHARED, impl)[0]
-    for prompt, answer in ((range(50), range(50, 70)), (range(50), range(70, 100)), (range(100, 125), range(125, 135))):
-        rows = [*prompt, *answer]
-        alone = by_loops(q[rows], k[rows], v[rows], np.tri(len(rows), dtype=bool))
-        np.testing.assert_allclose(together[np.array(rows)], alone, atol=1e-5)
-
-
 @runs_anything
 @both_packings
 def test_a_window_equals_brute_force(segment, parent, impl):

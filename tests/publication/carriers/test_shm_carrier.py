@@ -53,55 +53,6 @@ def open_reader(path, name='engine 0'):
     return ShmReceiver(path, name)
 
 
-def test_records_arrive_as_they_were_sent(sender, path):
-    chain, reader = make_chain(7), Reader()
-    for record in chain:
-        assert sender.send(record) == f'shm:{path}'
-    receiver = open_reader(path)
-    receiver.fetch(9, None, reader)
-    assert_got(reader, chain)
-    receiver.close()
-
-
-def test_a_reader_that_holds_a_version_gets_the_deltas_after_it(sender, path):
-    chain = make_chain(7)
-    sender.send(chain[0])
-    receiver, reader = open_reader(path), Reader()
-    receiver.fetch(7, None, reader)
-    sender.send(chain[1])
-    sender.send(chain[2])
-    receiver.fetch(9, held(chain[0]), reader)  # two deltas were missed
-    assert_got(reader, chain)
-    receiver.fetch(9, held(chain[2]), reader)
-    assert len(reader.records) == 3  # nothing is missing
-    late, joiner = open_reader(path, 'engine 1'), Reader()
-    late.fetch(8, None, joiner)  # joins in the middle of the chain
-    assert_got(joiner, chain[:2])
-
-
-def test_versions_follow_each_other_through_two_places(sender, path):
-    receiver, reader = open_reader(path), Reader()
-    records = [make_record(version, SMALL) for version in range(6)]
-    for record in records:
-        sender.send(record)
-        receiver.fetch(record.header.version, None, reader)
-        sender.release(record.header.version)
-    assert_got(reader, records)
-    with pytest.raises(PublicationError, match=r'version 3 is not in .* which has versions 4 and 5: fetch a version'):
-        receiver.fetch(3, None, reader)
-
-
-def test_parts_are_views_that_cannot_be_written(sender, path):
-    sender.send(make_record(0, SMALL))
-    receiver = open_reader(path)
-
-    def write(record):
-        record.parts[-1][0] = 1
-
-    with pytest.raises(TypeError, match='read-only'):
-        receiver.fetch(0, None, write)
-
-
 def test_what_consume_raises_is_raised(sender, path):
     sender.send(make_record(0, SMALL))
 
@@ -110,19 +61,6 @@ def test_what_consume_raises_is_raised(sender, path):
 
     with pytest.raises(PublicationError, match='leaf 3 differs'):
         open_reader(path).fetch(0, None, fail)
-
-
-def test_a_pinned_chain_stays_and_the_others_take_turns(sender, path):
-    receiver = open_reader(path)
-    for version in range(5):
-        sender.send(make_record(version, SMALL))
-        sender.release(version, pinned=[0])
-    for version in (0, 4):
-        reader = Reader()
-        receiver.fetch(version, None, reader)
-        assert_got(reader, [make_record(version, SMALL)])
-    with pytest.raises(PublicationError, match=r'which has versions 0, 3 and 4'):
-        receiver.fetch(2, None, Reader())
 
 
 def test_more_pinned_chains_than_places_are_refused(sender):

@@ -65,50 +65,11 @@ def open_reader():
         yield open_
 
 
-@pytest.mark.parametrize('kind', [0, 1], ids=['unix', 'tcp'])
-def test_records_arrive_as_they_were_sent(sender, open_reader, kind):
-    chain, reader = make_chain(7), Reader()
-    for record in chain:
-        assert sender.send(record) == sender.address
-    assert addresses(sender)[kind].startswith(('unix:/', 'tcp:127.0.0.1:')[kind])
-    open_reader(addresses(sender)[kind]).fetch(9, None, reader)
-    assert_got(reader, chain)
-
-
 def test_a_part_of_several_frames(sender, open_reader):
     record, reader = make_record(1, (FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 0, 2 * FRAME_BYTES)), Reader()
     sender.send(record)
     open_reader(sender.address).fetch(1, None, reader)
     assert_got(reader, [record])
-
-
-def test_a_reader_that_holds_a_version_gets_the_deltas_after_it(sender, open_reader):
-    chain = make_chain(7)
-    sender.send(chain[0])
-    receiver, reader = open_reader(sender.address), Reader()
-    receiver.fetch(7, None, reader)
-    sender.send(chain[1])
-    sender.send(chain[2])
-    receiver.fetch(9, held(chain[0]), reader)
-    assert_got(reader, chain)
-    receiver.fetch(9, held(chain[2]), reader)
-    assert len(reader.records) == 3
-    joiner = Reader()
-    open_reader(sender.address, 'engine 1').fetch(8, None, joiner)
-    assert_got(joiner, chain[:2])
-
-
-def test_versions_follow_each_other_and_old_ones_go(sender, open_reader):
-    receiver, reader = open_reader(sender.address), Reader()
-    records = [make_record(version, SMALL) for version in range(6)]
-    for record in records:
-        sender.send(record)
-        receiver.fetch(record.header.version, None, reader)
-        sender.release(record.header.version, pinned=[1])
-    assert_got(reader, records)
-    with pytest.raises(PublicationError, match=r'version 3 was not received: version 3 .* has versions 1, 4 and 5:'):
-        receiver.fetch(3, None, reader)
-    receiver.fetch(1, None, reader)  # the connection is as good as before, and the pinned version is there
 
 
 def test_chains_have_bounds(sender):
@@ -183,16 +144,6 @@ def test_parts_begin_where_elements_may(sender, open_reader):
 
     open_reader(sender.address).fetch(0, None, consume)
     assert [start % 16 for start in starts] == [0] * 5
-
-
-def test_nothing_can_be_written_through_a_part(sender, open_reader):
-    sender.send(make_record(0, SMALL))
-
-    def write(record):
-        record.parts[-1][0] = 1
-
-    with pytest.raises(TypeError, match='read-only'):
-        open_reader(sender.address).fetch(0, None, write)
 
 
 def flip(frame):

@@ -7,7 +7,6 @@ import dataclasses
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,7 +24,6 @@ from tests.rollout.decode.examples import (
     build,
     forward_logprobs,
     request,
-    whole_attention,
 )
 
 CONFIG = dataclasses.replace(DECODER.config, family='qwen3_moe', qk_norm=True, experts=Experts(8, 2, 16))
@@ -66,22 +64,6 @@ def test_a_step_is_one_kernel_and_a_layer_of_a_prefill_two(decoder):
 
 def count_kernels(lowered):
     return collections.Counter(re.findall(r'custom_call @(areal_jax_\w+)', lowered.as_text()))
-
-
-@pytest.mark.parametrize('attention', ['auto', 'gather'])  # of the step in C++, and of programs of XLA
-@pytest.mark.parametrize('decoder', [MIXED, OLMOE], ids=['mixed', 'olmoe'])
-def test_recorded_routes_are_those_of_the_whole_pass(decoder, attention):
-    params = decoder.init(5, scale=2.0)
-    decoding = Decoding(build(decoder=decoder, attention=attention, records_routes=True), params)
-    decoding.start(REQUESTS)
-    output = decoding.decode(5)
-    for place, (name, wanted) in enumerate(REQUESTS.items()):
-        tokens, first = np.array(decoding.tokens(name)), len(wanted.prompt_tokens) - 1
-        run = lambda p, t: decoder.hidden_and_routes(p, t, jnp.arange(len(t)), whole_attention)[2].live
-        live = np.moveaxis(np.asarray(jax.jit(run)(params, tokens)), 1, 0)
-        np.testing.assert_array_equal(output.columns['routed_experts'][:, place], live[first : first + 5])
-        kept = decoding.backend.read_context(decoding.state, decoding.sequences[name].blocks, len(tokens))
-        np.testing.assert_array_equal(kept['routed_experts'][1:], live[:-1])
 
 
 @needs_kernels  # XLA's products of another number of rows may differ in the last bit

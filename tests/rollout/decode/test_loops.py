@@ -115,24 +115,6 @@ def test_positions_read_by_hand():
     assert ATTENTION.positions_read(np.zeros(12, int), 4) == 0
 
 
-def test_at_most_half_as_many_positions_again_are_read_at_lognormal_lengths():
-    # 32 slots in steady state: prompts of 56 to 72 tokens, answers lognormal with sigma 1 and mean 64, at most 512;
-    # when an answer ends the next one starts
-    rng = np.random.default_rng(0)
-    answer = lambda: int(np.clip(np.exp(np.log(64) - 0.5 + rng.normal()), 1, 512))
-    prompts, done = rng.integers(56, 73, 32), np.zeros(32, int)
-    limits = np.array([answer() for _ in range(32)])
-    live = read = 0
-    for _ in range(500):
-        lengths = np.sort(prompts + done + 1)[::-1]
-        live += int(lengths.sum())
-        read += int(ATTENTION.positions_read(lengths, 64))
-        done += 1
-        for slot in np.flatnonzero(done >= limits):
-            prompts[slot], limits[slot], done[slot] = rng.integers(56, 73), answer(), 0
-    assert read <= 1.5 * live
-
-
 # Memory.
 
 

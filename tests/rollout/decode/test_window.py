@@ -8,13 +8,11 @@ from areal_jax.models.attention.backends import packed_attention
 from tests.rollout.decode.examples import (
     DECODER,
     PARTLY_WINDOWED,
-    PROMPT,
     WINDOWED,
     Decoding,
     backend,
     forward_logprobs,
     request,
-    weights,
     whole_attention,
 )
 
@@ -47,24 +45,3 @@ def test_logprobs_are_those_of_the_whole_pass_with_the_same_windows(decoder, att
         np.testing.assert_allclose(decoding.logprobs(name), expected, atol=1e-5)
         without = forward_logprobs(*about, decoder=DECODER)
         assert np.abs(decoding.logprobs(name) - without).max() > 0.05  # the window can be seen
-
-
-def test_an_interruption_is_invisible_and_new_weights_need_a_rebuild():
-    whole, interrupted = Decoding(backend(decoder=PARTLY_WINDOWED)), Decoding(backend(decoder=PARTLY_WINDOWED))
-    for decoding in (whole, interrupted):
-        decoding.start({0: request()})
-        decoding.decode(5)
-    interrupted.rebuild(0)
-    whole.finish()
-    interrupted.finish()
-    assert interrupted.tokens(0) == whole.tokens(0)
-    np.testing.assert_allclose(interrupted.logprobs(0), whole.logprobs(0), atol=1e-5)
-
-    swapped = Decoding(backend(decoder=PARTLY_WINDOWED))
-    swapped.start({0: request()})
-    swapped.decode(5)
-    swapped.params = swapped.backend.prepare(weights(1))
-    swapped.rebuild(0)
-    swapped.finish()
-    expected = forward_logprobs(swapped.tokens(0), len(PROMPT), weights(1), decoder=PARTLY_WINDOWED)
-    np.testing.assert_allclose(swapped.logprobs(0)[5:], expected[5:], atol=2e-5, rtol=1e-5)

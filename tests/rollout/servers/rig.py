@@ -55,8 +55,8 @@ class Answer:
 
 
 class ServerRig:
-    def __init__(self, servers=2, *, step_s=(), probe=None, requirements=(), score=None, **settings):
-        self.log = EventLog()
+    def __init__(self, servers=2, *, step_s=(), probe=None, requirements=(), score=None, join=True, **settings):
+        self.log, self.joins = EventLog(), join
         self.log.listeners.append(check_types)
         names = {lane(index): 1 for index in range(servers) for lane in (engine_lane, publish_lane)}
         self.clock = VirtualClock(
@@ -77,14 +77,14 @@ class ServerRig:
         """Log-probs of toy servers."""
         return -np.ones(len(tokens), np.float32)
 
-    def run(self, script, join=True):
+    def run(self, script):
         async def program():
             self.pool.start()
             for server in self.servers:
                 server.start(self.supervisor)
-                if join:
+                if self.joins:
                     self.pool.join(server, 1, f'toy:{server.name}')
-            if join:
+            if self.joins:
                 await self.until(lambda: set(self.pool.states().values()) == {'serving'})
             return await script(self)
 

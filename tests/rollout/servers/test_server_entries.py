@@ -1,4 +1,4 @@
-"""The registry: who may register, what a reader sees, and what the pool is told."""
+"""The registry: who may register, what a reader sees, and what the pool is told; addresses of servers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import os
 
 import pytest
 
+from areal_jax.config.kinds import EXTERNAL, OWN_CLIENT
 from areal_jax.errors import UserError
 from areal_jax.registry import Entry, Registration
 from areal_jax.rollout.pool import needs_spans
 from areal_jax.rollout.servers.keeper import SAYS_NOTHING, ServerFacts, require_fit
-from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, describe_server, read_registry
+from areal_jax.rollout.servers.server_entries import (
+    RegistryWatch,
+    ServerEntry,
+    describe_server,
+    read_address,
+    read_registry,
+)
+from tests.rollout.scripted import scripted
 from tests.rollout.servers.rig import ServerRig, request
 
 
@@ -53,89 +61,79 @@ def entry(index, incarnation=1, heartbeat=0, is_leaving=False):
     return ServerEntry(f'engine/{index}', incarnation, f'toy:{index}', 'own', 1, is_leaving, heartbeat)
 
 
-def watch(rig, looks, script, **settings):
-    """Runs the script while the watch reads the entries in the list `looks`."""
+class WatchedRig(ServerRig):
+    """Servers join and leave as the watch reads the entries in the list `looks`."""
 
-    async def program(rig):
-        def made(one):
-            require_fit(one.name, one.facts, ServerFacts(context_tokens=2))
-            return rig.servers[int(one.name.split('/')[1])]
+    def __init__(self, servers, *looks, patience_s=10.0, **settings):
+        super().__init__(servers, join=False, **settings)
+        self.looks, self.patience_s = list(looks), patience_s
 
-        watcher = RegistryWatch(rig.clock, rig.pool, lambda: list(looks), made, every_s=0.1, **settings)
-        rig.supervisor.start('registry', watcher.run())
-        return await script(rig)
+    def run(self, script):
+        async def program(rig):
+            def made(one):
+                require_fit(one.name, one.facts, ServerFacts(context_tokens=2))
+                return self.servers[int(one.name.split('/')[1])]
 
-    return rig.run(program, join=False)
+            watch = RegistryWatch(
+                self.clock, self.pool, lambda: list(self.looks), made, every_s=0.1, patience_s=self.patience_s
+            )
+            self.supervisor.start('registry', watch.run())
+            return await script(rig)
+
+        return super().run(program)
 
 
-def test_servers_join_as_they_register_and_leave_as_they_say_so():
-    looks = [entry(0)]
-
-    async def script(rig):
-        await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'})
-        looks.append(entry(1))
-        await rig.until(lambda: rig.pool.states().get('engine/1') == 'serving')
-        looks[0] = entry(0, is_leaving=True)
-        await rig.until(lambda: list(rig.pool.states()) == ['engine/1'])
-        looks[0] = entry(0, incarnation=2)
-        await rig.until(lambda: rig.pool.states().get('engine/0') == 'serving')
-        looks[0] = entry(0, incarnation=1)  # the file of a dead incarnation
-        await rig.pass_time(0.5)
-        looks[:] = [entry(0, incarnation=2)]
-        await rig.until(lambda: list(rig.pool.states()) == ['engine/0'])
-
-    rig = ServerRig(2)
-    watch(rig, looks, script)
+@scripted(WatchedRig, 2, entry(0))
+async def test_servers_join_as_they_register_and_leave_as_they_say_so(rig):
+    await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'})
+    rig.looks.append(entry(1))
+    await rig.until(lambda: rig.pool.states().get('engine/1') == 'serving')
+    rig.looks[0] = entry(0, is_leaving=True)
+    await rig.until(lambda: list(rig.pool.states()) == ['engine/1'])
+    rig.looks[0] = entry(0, incarnation=2)
+    await rig.until(lambda: rig.pool.states().get('engine/0') == 'serving')
+    rig.looks[0] = entry(0, incarnation=1)  # the file of a dead incarnation
+    await rig.pass_time(0.5)
+    rig.looks[:] = [entry(0, incarnation=2)]
+    await rig.until(lambda: list(rig.pool.states()) == ['engine/0'])
     assert [(e['engine'], e['incarnation']) for e in rig.kinds('register')] == [
         ('engine/0', 1), ('engine/1', 1), ('engine/0', 2),
     ]  # fmt: skip
     assert [state for state, _ in rig.reasons('engine/1')][-1] == 'gone'
 
 
-def test_of_two_that_started_at_the_same_time_the_later_one_seen_replaces_the_other():
-    looks = [dataclasses.replace(entry(0), token='aa')]
-
-    async def script(rig):
-        await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'})
-        looks[0] = dataclasses.replace(entry(0), token='bb')
-        await rig.until(lambda: len(rig.kinds('register')) == 2)
-        looks[0] = dataclasses.replace(entry(0), token='aa')
-        await rig.pass_time(0.5)
-
-    rig = ServerRig(1)
-    watch(rig, looks, script)
+@scripted(WatchedRig, 1, dataclasses.replace(entry(0), token='aa'))
+async def test_of_two_that_started_at_the_same_time_the_later_one_seen_replaces_the_other(rig):
+    await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'})
+    rig.looks[0] = dataclasses.replace(entry(0), token='bb')
+    await rig.until(lambda: len(rig.kinds('register')) == 2)
+    rig.looks[0] = dataclasses.replace(entry(0), token='aa')
+    await rig.pass_time(0.5)
     assert len(rig.kinds('register')) == 2
     assert 'another process that started at the same time has its name' in dict(rig.reasons('engine/0'))['gone']
 
 
-def test_a_server_whose_heart_stops_gets_no_requests_until_it_answers():
-    looks = [entry(0), entry(1)]
-
-    async def script(rig):
-        await rig.until(lambda: set(rig.pool.states().values()) == {'serving'})
-        answers = rig.ask(*(request(draw, tokens=200) for draw in range(2)))
-        for beat in range(20):
-            looks[1] = entry(1, heartbeat=beat)
-            if beat == 5:
-                rig.servers[0].trouble = {'hangs'}
-            await rig.pass_time(0.1)
-        assert rig.pool.states() == {'engine/0': 'unknown', 'engine/1': 'serving'}
-        assert answers[0].generation.engine == 'engine/1'
-        rig.servers[0].heal()
-        looks[0] = entry(0, heartbeat=1)
-        await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving')
-
-    rig = ServerRig(2, health_every_s=100.0)
-    watch(rig, looks, script, patience_s=1.0)
+@scripted(WatchedRig, 2, entry(0), entry(1), patience_s=1.0, health_every_s=100.0)
+async def test_a_server_whose_heart_stops_gets_no_requests_until_it_answers(rig):
+    await rig.until(lambda: set(rig.pool.states().values()) == {'serving'})
+    answers = rig.ask(*(request(draw, tokens=200) for draw in range(2)))
+    for beat in range(20):
+        rig.looks[1] = entry(1, heartbeat=beat)
+        if beat == 5:
+            rig.servers[0].trouble = {'hangs'}
+        await rig.pass_time(0.1)
+    assert rig.pool.states() == {'engine/0': 'unknown', 'engine/1': 'serving'}
+    assert answers[0].generation.engine == 'engine/1'
+    rig.servers[0].heal()
+    rig.looks[0] = entry(0, heartbeat=1)
+    await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving')
     assert 'no heartbeat for 1.' in dict(rig.reasons('engine/0'))['unknown']
 
 
-def test_an_entry_without_a_heartbeat_is_never_silent():
-    async def script(rig):
-        await rig.pass_time(5.0)
-        assert rig.pool.states() == {'engine/0': 'serving'}
-
-    watch(ServerRig(1), [entry(0, heartbeat=None)], script, patience_s=1.0)
+@scripted(WatchedRig, 1, entry(0, heartbeat=None), patience_s=1.0)
+async def test_an_entry_without_a_heartbeat_is_never_silent(rig):
+    await rig.pass_time(5.0)
+    assert rig.pool.states() == {'engine/0': 'serving'}
 
 
 def test_what_a_server_says_of_itself_is_read_again(tmp_path):
@@ -168,7 +166,7 @@ def test_a_longer_context_fits_and_so_does_what_is_not_said():
 
 
 def misfit(index):
-    """An entry that the maker of `watch` refuses."""
+    """An entry that the maker of a WatchedRig refuses."""
     return dataclasses.replace(entry(index), facts=ServerFacts(context_tokens=1))
 
 
@@ -176,25 +174,21 @@ def test_a_server_that_does_not_fit_ends_the_run_where_there_is_no_other():
     async def script(rig):
         await rig.pass_time(100.0)
 
-    rig = ServerRig(1)
+    rig = WatchedRig(1, misfit(0), patience_s=1.0)
     with pytest.raises(UserError, match='the server engine/0 has context_tokens=1'):
-        watch(rig, [misfit(0)], script, patience_s=1.0)
+        rig.run(script)
     assert 1.0 <= rig.clock.now() < 2.0
     assert len(rig.warnings) == 1
 
 
 @pytest.mark.parametrize('others', [[entry(1)], []])
-def test_beside_another_one_it_is_named_and_gets_no_work(others):
-    looks = [misfit(0), *others]
-
-    async def script(rig):
-        await rig.pass_time(0.5)
-        looks[1:] = [entry(1)]
-        await rig.until(lambda: rig.pool.states() == {'engine/1': 'serving'})
-        await rig.pass_time(3.0)
-
-    rig = ServerRig(2)
-    watch(rig, looks, script, patience_s=1.0)
+@scripted(WatchedRig, 2, misfit(0), patience_s=1.0)
+async def test_beside_another_one_it_is_named_and_gets_no_work(rig, others):
+    rig.looks += others
+    await rig.pass_time(0.5)
+    rig.looks[1:] = [entry(1)]
+    await rig.until(lambda: rig.pool.states() == {'engine/1': 'serving'})
+    await rig.pass_time(3.0)
     ((state, reason),) = rig.reasons('engine/0')
     assert (state, rig.warnings) == ('refused', [f'a server is refused: {reason}'])
     assert 'context_tokens=1, and this run needs 2' in reason
@@ -205,10 +199,34 @@ def test_a_server_without_a_capability_is_refused_like_one_that_does_not_fit():
         await rig.until(lambda: rig.pool.states() == {'engine/1': 'serving'})
         assert rig.servers[0].closed
 
-    rig = ServerRig(2, requirements=[needs_spans('learning')])
+    rig = WatchedRig(2, entry(0), entry(1), requirements=[needs_spans('learning')])
     rig.servers[0].capabilities = dataclasses.replace(rig.servers[0].capabilities, spans=False)
-    watch(rig, [entry(0), entry(1)], script)
+    rig.run(script)
     assert rig.warnings == [
         'a server is refused: engine/0 cannot tell the version of each token after a swap, which learning needs: '
         'change that setting or use other engines'
     ]
+
+
+@pytest.mark.parametrize(
+    ('address', 'kind', 'url'),
+    [
+        ('vllm+http://127.0.0.1:8000', 'vllm', 'http://127.0.0.1:8000'),
+        ('sglang+https://host.example:30000/', 'sglang', 'https://host.example:30000'),
+    ],
+)
+def test_an_address_names_the_protocol_and_the_server(address, kind, url):
+    entry = read_address(address, EXTERNAL.clients)
+    assert (entry.kind, entry.url) == (kind, url)
+
+
+def test_a_kind_without_addresses_is_none_of_them():
+    with pytest.raises(UserError, match=r'is no address'):
+        read_address('own+http://host:1', [*EXTERNAL.clients, OWN_CLIENT])
+
+
+@pytest.mark.parametrize('address', ['', 'http://host:1', 'vllm+host:1', 'other+http://host:1', 'vllm+http://host/v1'])
+def test_what_is_no_address_is_refused_by_its_value(address):
+    with pytest.raises(UserError, match=r"' is no address of a server \(rollout.urls\): write sglang\+http") as refused:
+        read_address(address, EXTERNAL.clients)
+    assert repr(address) in str(refused.value)

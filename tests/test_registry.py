@@ -1,17 +1,33 @@
-"""The registry: who holds a name, whatever the order of the accesses to the directory."""
+"""The registry: who holds a name, whatever the order of the accesses; who is alive, and waits that name for whom."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
+import pathlib
 import random
+import threading
 
 import pytest
 
-from areal_jax import files
-from areal_jax.errors import UserError
-from areal_jax.registry import REGISTRY, Entry, FencedError, Registration, list_orders, read_entries
+from areal_jax import files, registry
+from areal_jax.errors import LostPeerError, UserError
+from areal_jax.registry import (
+    PATIENCE_S,
+    REGISTRY,
+    Entry,
+    FencedError,
+    Heartbeat,
+    Presence,
+    Registration,
+    await_living,
+    list_orders,
+    read_entries,
+    require_usable,
+)
 
 ENTRY = Entry('engine-3', 0, '', 'http://host:1', 'own', 'engine', 3)
 
@@ -182,3 +198,99 @@ def test_no_reader_ever_sees_two_holders_of_one_name(tmp_path, monkeypatch, part
             assert living == [model.admitted]
     assert min(changes, fenced, alone) > 30  # the interleavings do something
     assert files.LOCK not in os.listdir(workdir / REGISTRY)
+
+
+def register(workdir, name):
+    return Registration(workdir, Entry(name, 0, '', 'host:1'))
+
+
+def test_a_process_lives_while_its_heartbeat_changes(tmp_path):
+    now = [0.0]
+    registered = register(tmp_path, 'learner-0')
+    reader = Presence(tmp_path, now=lambda: now[0])
+    assert reader.look() == {}  # it may be the rest of a dead one
+    os.utime(registered.path, ns=(7, 7))
+    now[0] = 1.0
+    assert list(reader.look()) == ['learner-0']
+    now[0] = 1.0 + PATIENCE_S
+    assert list(reader.look()) == ['learner-0']
+    now[0] += 0.1
+    assert reader.look() == {}
+    os.utime(registered.path, ns=(5, 5))  # any change, whatever the clock of that host says
+    assert list(reader.look()) == ['learner-0']
+    again = register(tmp_path, 'learner-0')
+    assert reader.look() == {}  # another process
+    os.utime(again.path, ns=(9, 9))
+    assert reader.look()['learner-0'].order == again.entry.order
+    again.close()
+    assert reader.look() == {}
+
+
+def test_a_wait_says_for_whom_and_ends_with_their_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, 'REPORT_S', 0.05)
+    monkeypatch.setattr(registry, 'LOOK_S', 0.02)
+    said = []
+    with pytest.raises(
+        LostPeerError, match=r'^waited 0 s for learners of attempt 2 in .*, and learner-0, learner-1 has not come: star'
+    ):
+        await_living(
+            tmp_path, ['learner-0', 'learner-1'], 0.2, what='learners of attempt 2', fix='start them', say=said.append
+        )
+    assert said[0] == 'waiting for learners of attempt 2 (learner-0, learner-1), 0 s'
+
+
+def test_those_who_come_are_found_and_the_heart_beats_on_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr('areal_jax.registry.PERIOD_S', 0.02)
+    told = threading.Event()
+    with Heartbeat(tmp_path, Entry('learner-0', 0, '', 'host:1'), lambda error: told.set()) as beating:
+        found = await_living(tmp_path, ['learner-0'], 10.0, what='learners', fix='')
+        assert found['learner-0'].order == beating.entry.order
+        beating.update(address='host:2')
+        register(tmp_path, 'learner-0')
+        assert told.wait(10.0)
+    with pytest.raises(FencedError):
+        beating.registration.beat()
+
+
+def test_an_ordinary_directory_passes_and_nothing_is_left_in_it(tmp_path):
+    require_usable(tmp_path)
+    assert list((tmp_path / 'registry').iterdir()) == []
+
+
+def _raise(number):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+def _listing_of_before(path):
+    return []
+
+
+@pytest.mark.parametrize(
+    ('owner', 'name', 'broken', 'sentence'),
+    [
+        (pathlib.Path, 'rename', _raise(errno.ENOSYS), 'renaming a file over another does not work there (Function'),
+        (os, 'listdir', _listing_of_before, 'listing what was renamed does not give what was put there'),
+        (os, 'utime', _raise(errno.EPERM), 'setting the time of a file does not work there'),
+        (fcntl, 'flock', _raise(errno.ENOLCK), 'locking a file does not work there (No locks available)'),
+        (fcntl, 'flock', lambda file, how: None, 'gives one lock to two holders'),
+        (os, 'utime', lambda path, ns: None, 'reading the time of a file does not give what was put there'),
+    ],
+)
+def test_what_does_not_work_is_named(tmp_path, monkeypatch, owner, name, broken, sentence):
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, broken)
+        with pytest.raises(UserError) as refused:
+            require_usable(tmp_path)
+    assert sentence in str(refused.value)
+    assert str(refused.value).startswith(str(tmp_path / 'registry'))
+    assert str(refused.value).endswith('NFS or Lustre for instance')
+    assert list((tmp_path / 'registry').iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / 'registry').touch()
+    with pytest.raises(UserError, match='making it does not work there'):
+        require_usable(tmp_path)
