@@ -145,7 +145,8 @@ class Chart:
     @property
     def keys(self) -> list[Key]:
         """The legend."""
-        keys = [self._key(mark) for mark in self.marks if self.legend and mark.label]
+        shown = [mark for mark in self.marks if mark.label and (mark.xs if isinstance(mark, Line) else mark.places)]
+        keys = [self._key(mark) for mark in shown if self.legend]
         return [*keys, Key(self.bound[0], INK, 'dashed')] if self.bound else keys
 
     def _key(self, mark: Line | Bars) -> Key:

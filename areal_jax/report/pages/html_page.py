@@ -13,8 +13,10 @@ from areal_jax.report.pages.headline import describe_state
 from areal_jax.report.pages.run_page import tell_sections, tell_what_ran
 from areal_jax.report.pages.slot_timeline import MOST_INTERVALS, build_slot_chart, build_slot_timeline
 from areal_jax.report.pages.web_page import render_web_page
+from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run, read_fields
 from areal_jax.telemetry import names, rollout_views
+from areal_jax.telemetry.progress import format_number
 from areal_jax.telemetry.rollout_views import GivenAnswer, read_rollouts
 
 _HEAD = ('Update, draw, answer', 'End of the prompt', 'Answer', 'Reward', 'Verdict', 'Advantage', 'Age', 'Tokens')
@@ -94,9 +96,25 @@ def _charts(run: Run, section: str) -> Iterator[Block]:
     else:
         first = {'learning': _evaluation, 'speed': _time, 'staleness': _ages, 'agreement': _split}.get(section)
         yield from _curves(run, section, first(run) if first else {})
-    histograms = run.report['token_age_histograms']
-    if section == 'staleness' and histograms['publications'] and histograms['publications'] == histograms['steps']:
+    if section == 'staleness':
+        yield from _note_steps(run.report)
+
+
+def _note_steps(report: Report) -> Iterator[Block]:
+    """Yields what the histograms of ages do not show."""
+    histograms, steps = report['token_age_histograms'], report['token_age_steps']
+    if not histograms['publications'] and not histograms['steps']:
+        yield Absent('No update trained a token, so there are no ages to draw.')
+        return
+    if histograms['publications'] == histograms['steps']:
         yield Absent('Each update made one optimizer step, so the ages in steps are those in publications.')
+    if not histograms['steps']:
+        yield Absent('The metrics do not tell how many optimizer steps each update made.')
+        return
+    yield Text(
+        "The steps of a token's own update that come before the one that trains it are not in the histogram: "
+        f'{format_number(steps["inside_mean"])} on average, {format_number(steps["inside_max"])} at most.'
+    )
 
 
 def _evaluation(run: Run) -> dict[str, Chart]:

@@ -51,19 +51,19 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
 
 def tell_sections(report: Report, charts: Charts = lambda section: ()) -> list[Section]:
     """Returns every section in the order of the page; `charts` come before the tables of their section."""
-    energy, ideal = describe_energy(report['energy']), report['time']['ideal_rule']
-    speed = [Text(report['cause_of_gap']), Text(f'Ideal by the rule "{ideal}".'), *charts('speed'), *_speed(report)]
-    spent = [Section('energy', 'Energy', [tabulate_energy(report['energy']), Items(energy)])] if energy else []
+    bound = [Text(report['cause_of_gap']), Text(f'Ideal by the rule "{report["time"]["ideal_rule"]}".')]
+    energy: list[Block] = [tabulate_energy(report['energy']), Items(describe_energy(report['energy']))]
+    ages = [_ages(report), tabulate_ages(report['ratios_by_age'])]
     no_caveat = Absent('No check failed, and nothing in the numbers calls for a caveat.')
     return [
         Section('headline', 'At a glance', [Tiles(tell_headline(report))]),
         Section('warnings', 'Caveats', [Items(report['warnings']) or no_caveat]),
         Section('learning', 'Learning', [*charts('learning'), *_learning(report)]),
         Section('answers', 'Answers', [*charts('answers')]),
-        Section('speed', 'Speed and limit', speed),
-        *spent,
+        Section('speed', 'Speed and limit', [*bound, *charts('speed'), *_speed(report)]),
+        *([Section('energy', 'Energy', energy)] if any(energy) else []),
         Section('slots', 'Slots', [*charts('slots')]),
-        Section('staleness', 'Staleness', [*charts('staleness'), *_staleness(report)]),
+        Section('staleness', 'Staleness', [*charts('staleness'), *ages]),
         Section('agreement', 'Engine and learner', [*charts('agreement'), *_agreement(report)]),
         Section('optimisation', 'Optimisation', [*charts('optimisation')]),
         Section('ledger', 'Token ledger', [_ledger(report), *charts('ledger'), tabulate_fates(report['token_fates'])]),
@@ -117,21 +117,6 @@ def _speed(report: Report) -> Iterable[Block]:
     yield tabulate_agents(report['agents'])
     yield _memory(report)
     yield tabulate_servers(report['servers'])
-
-
-def _staleness(report: Report) -> Iterable[Block]:
-    histograms, steps = report['token_age_histograms'], report['token_age_steps']
-    if not histograms['publications'] and not histograms['steps']:
-        yield Absent('No update trained a token, so there are no ages to draw.')
-    elif not histograms['steps']:
-        yield Absent('The metrics do not tell how many optimizer steps each update made.')
-    else:
-        yield Text(
-            "The steps of a token's own update that come before the one that trains it are not in the histogram: "
-            f'{format_number(steps["inside_mean"])} on average, {format_number(steps["inside_max"])} at most.'
-        )
-    yield _ages(report)
-    yield tabulate_ages(report['ratios_by_age'])
 
 
 def _agreement(report: Report) -> Iterable[Block]:
