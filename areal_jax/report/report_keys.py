@@ -328,41 +328,41 @@ class Report(Told):
     reward: Ends
     unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
     audit: Audit | None  # None if no answer was compared a second time
+    code: CodeVerdicts | None  # None if no answer was code
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
+    evaluation_curve: list[CurveRow]  # by version
+    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
+    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
+    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
     token_age: MeanMax  # of the trained tokens, in versions
+    token_age_steps: StepAge  # of the trained tokens
+    token_age_histograms: AgeHistograms
     versions_per_trajectory: MeanMax
+    interruptions: int  # times that new weights met unfinished requests on an engine
+    steps_with_interruption: int
+    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
+    idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
     publish_pause_seconds: MedianMax  # of an engine
+    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
     publications: list[PublicationRow]  # of versions above 0
     agents: AgentSummary | None  # None without agents
-    code: CodeVerdicts | None  # None if no answer was code
+    engine_work: EngineWork
+    engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
+    attention_positions: AttentionPositions | None  # None if the log does not have them
+    preemptions: Preemptions | None  # None without any
+    servers: list[ServerRow]  # empty if engines were in the process of the run
+    token_fates: TokenFates | None  # this and the next: None if an earlier program wrote a part of the run
+    censoring: Censoring | None
+    mismatch: Mismatch
+    ratios_by_age: list[AgeRow]
+    ratio_split: RatioSplit | None  # None if it was not measured
+    experts: Experts | None  # None for a model without experts
     throughput: Throughput
-    busy: Busy
     energy: EnergySummary | None  # None: telemetry.energy='off'
+    busy: Busy
     time: Time
     event_loop_lag_seconds: Lag
     window_seconds: float
     cause_of_gap: str
     warnings: list[str]
-    interruptions: int  # times that new weights met unfinished requests on an engine
-    steps_with_interruption: int
-    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
-    idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
-    evaluation_curve: list[CurveRow]  # by version
-    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
-    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
-    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
-    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
-    engine_work: EngineWork
-    attention_positions: AttentionPositions | None  # None if the log does not have them
-    preemptions: Preemptions | None  # None without any
-    servers: list[ServerRow]  # empty if engines were in the process of the run
-    engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
-    token_fates: TokenFates | None  # this and the next: None if an earlier program wrote a part of the run
-    censoring: Censoring | None
-    token_age_steps: StepAge  # of the trained tokens
-    token_age_histograms: AgeHistograms
-    mismatch: Mismatch
-    ratios_by_age: list[AgeRow]
-    ratio_split: RatioSplit | None  # None if it was not measured
-    experts: Experts | None  # None for a model without experts

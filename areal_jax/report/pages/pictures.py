@@ -16,8 +16,7 @@ from areal_jax.report.pages.charts import build_evaluation, build_metrics
 from areal_jax.report.pages.colors import GREY, INK
 from areal_jax.report.pages.curves import MARKED, REWARD, TOKEN_AGE, moving_mean, smoothing_window
 from areal_jax.report.pages.slot_timeline import (
-    INTERRUPT,
-    LABELS,
+    KEYS,
     MOST_INTERVALS,
     Interval,
     Slot,
@@ -113,8 +112,8 @@ def draw_slots(timeline: SlotTimeline, trained: Sequence[LaneInterval]) -> Figur
             axes.text(time, -0.9, f'v{version}', ha='center', fontsize=9)
     marks = [mark for mark in timeline.marks if mark.what == 'interrupt' and mark.slot in rows]
     axes.plot(
-        [mark.time for mark in marks], [rows[mark.slot] for mark in marks], 'D', color=INTERRUPT,
-        markeredgecolor='white', markersize=6, zorder=5, label=LABELS['interrupt'],
+        [mark.time for mark in marks], [rows[mark.slot] for mark in marks], 'D', color=KEYS['interrupt'].color,
+        markeredgecolor='white', markersize=6, zorder=5, label=KEYS['interrupt'].label,
     )  # fmt: skip
     _draw_updates(axes, trained, len(rows))
     names = [f'{engine} slot {slot}' for engine, slot in rows] + [lanes.LEARNER] * bool(trained)

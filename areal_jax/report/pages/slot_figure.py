@@ -15,13 +15,7 @@ from areal_jax.lanes import short_name
 from areal_jax.report.pages.colors import INK, channels
 from areal_jax.report.pages.figures import new_figure, plain_text
 from areal_jax.report.pages.slot_timeline import (
-    INTERRUPT,
-    LABELS,
-    PAUSE,
-    PREEMPT,
-    PREFILL,
-    PUBLISHED,
-    REBUILD,
+    KEYS,
     Interval,
     Mark,
     Slot,
@@ -89,7 +83,7 @@ def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
     """uint32 RGBA [slots, columns], last slot first: the color of the version that the slot decoded with; 0 = none."""
     rows = {slot: row for row, slot in enumerate(reversed(timeline.slots))}
     colors = {version: _rgba(*channels(color)) for version, color in version_colors(timeline).items()}
-    pause = _rgba(*channels(PAUSE))
+    pause = _rgba(*channels(KEYS['swap'].color))
     picture = np.zeros((len(rows), _COLUMNS), np.uint32)
     for interval in timeline.intervals:
         first = int((interval.start - start) / (end - start) * _COLUMNS)
@@ -138,10 +132,10 @@ def _draw_intervals(made: Figure, timeline: SlotTimeline, rows: dict[Slot, int])
     """Draws a pause over all slots of its engine, decoding on it, prefills as thin bars on both."""
     colors = version_colors(timeline)
     looks: dict[str, tuple[float, dict[str, object]]] = {
-        'swap': (0.5, {'fill_color': PAUSE, 'fill_alpha': 0.3, 'line_color': None}),
+        'swap': (0.5, {'fill_color': KEYS['swap'].color, 'fill_alpha': 0.3, 'line_color': None}),
         'decode': (0.4, {'fill_color': 'color', 'line_color': 'white', 'line_width': 0.4}),
-        'prefill': (0.2, {'fill_color': PREFILL, 'line_color': None}),
-        'rebuild': (0.2, {'fill_color': REBUILD, 'line_color': None}),
+        'prefill': (0.2, {'fill_color': KEYS['prefill'].color, 'line_color': None}),
+        'rebuild': (0.2, {'fill_color': KEYS['rebuild'].color, 'line_color': None}),
     }
     drawn = []
     for work, (half, look) in looks.items():
@@ -149,7 +143,7 @@ def _draw_intervals(made: Figure, timeline: SlotTimeline, rows: dict[Slot, int])
         source = _columns(own, rows, half)
         if work == 'decode':
             source['color'] = [colors[interval.version] for interval in own]
-        name = LABELS.get(work)
+        name = KEYS[work].name if work in KEYS else None
         drawn.append(made.quad('left', 'right', 'top', 'bottom', source=source, name=name, **look))
     return drawn
 
@@ -177,8 +171,8 @@ def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
         return
     low, high = [-0.6] * len(times), [rows - 0.4] * len(times)
     made.segment(
-        'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=PUBLISHED,
-        line_dash='dashed', line_width=1, name=LABELS['publish'],
+        'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=KEYS['publish'].color,
+        line_dash='dashed', line_width=1, name=KEYS['publish'].name,
     )  # fmt: skip
     start, end = find_ends(timeline)
     in_view = len(times) * widest_view(timeline) / (end - start)
@@ -194,9 +188,10 @@ def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
 def _draw_marks(made: Figure, marks: Sequence[Mark], rows: Mapping[Slot, int]) -> None:
     from bokeh.models import HoverTool
 
+    cross = KEYS['preempt'].color
     looks: dict[str, dict[str, object]] = {
-        'interrupt': {'marker': 'diamond', 'fill_color': INTERRUPT, 'line_color': 'white', 'line_width': 1},
-        'preempt': {'marker': 'x', 'fill_color': PREEMPT, 'line_color': PREEMPT, 'line_width': 2.5},
+        'interrupt': {'marker': 'diamond', 'fill_color': KEYS['interrupt'].color, 'line_color': 'white'},
+        'preempt': {'marker': 'x', 'fill_color': cross, 'line_color': cross, 'line_width': 2.5},
     }
     drawn = []
     for what, look in looks.items():
@@ -204,12 +199,12 @@ def _draw_marks(made: Figure, marks: Sequence[Mark], rows: Mapping[Slot, int]) -
         source = {
             'x': [mark.time for mark in own],
             'y': [rows[mark.slot] for mark in own],
-            'what': [LABELS[what].removeprefix('request ')] * len(own),
+            'what': [KEYS[what].label.removeprefix('request ')] * len(own),
             'request': [mark.request for mark in own],
             'detail': [mark.detail for mark in own],
         }
         if own:
-            drawn.append(made.scatter('x', 'y', source=source, size=9, name=LABELS[what], **look))
+            drawn.append(made.scatter('x', 'y', source=source, size=9, name=KEYS[what].name, **look))
     tooltips = [('', '@what'), ('request', '@request'), ('at', '@x{0.000} s'), ('', '@detail')]
     if drawn:
         made.add_tools(HoverTool(renderers=drawn, tooltips=tooltips))

@@ -16,16 +16,15 @@ from areal_jax.report.pages.colors import SHADES, VERMILION, shade_at
 from areal_jax.report.timeline import slot_spans
 
 MOST_INTERVALS = 50_000  # in the page: some megabytes
-PAUSE, PREFILL, REBUILD = '#E69F00', '#8A8F98', VERMILION
-PUBLISHED, INTERRUPT, PREEMPT = '#000000', VERMILION, '#B5578F'
-LABELS = {
-    'swap': 'pause for new weights (swap)',
-    'prefill': 'prefill',
-    'rebuild': 'prefill that rebuilds answers',
-    'publish': 'weights published',
-    'interrupt': 'request interrupted',
-    'preempt': 'request preempted',
-}
+_KINDS_IN_LEGEND = (  # of intervals, publications and marks: label, colour, look
+    ('swap', 'pause for new weights (swap)', '#E69F00', 'box'),
+    ('prefill', 'prefill', '#8A8F98', 'box'),
+    ('rebuild', 'prefill that rebuilds answers', VERMILION, 'box'),
+    ('publish', 'weights published', '#000000', 'dashed'),
+    ('interrupt', 'request interrupted', VERMILION, 'diamond'),
+    ('preempt', 'request preempted', '#B5578F', 'cross'),
+)
+KEYS = {kind: Key(label, color, look, label) for kind, label, color, look in _KINDS_IN_LEGEND}
 _MOST_AT_ONCE = 3000  # intervals in view at full zoom-out; more take seconds a step without a GPU
 _VERSIONS = 8  # versions of a long run in the first view
 
@@ -163,15 +162,7 @@ class SlotChart(Chart):
         known: set[str] = {interval.work for interval in self.timeline.intervals}
         known |= {mark.what for mark in self.timeline.marks}
         known |= {'publish'} if self.timeline.publications else set()
-        looks = {
-            'swap': (PAUSE, 'box'),
-            'prefill': (PREFILL, 'box'),
-            'rebuild': (REBUILD, 'box'),
-            'publish': (PUBLISHED, 'dashed'),
-            'interrupt': (INTERRUPT, 'diamond'),
-            'preempt': (PREEMPT, 'cross'),
-        }
-        return [Key(LABELS[kind], *look, LABELS[kind]) for kind, look in looks.items() if kind in known]
+        return [key for kind, key in KEYS.items() if kind in known]
 
 
 def build_slot_chart(timeline: SlotTimeline) -> SlotChart:
