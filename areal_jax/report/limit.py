@@ -110,14 +110,13 @@ def tabulate_curve(report: Report) -> Table:
     ends = report['evaluation_curve_ends']
     if ends is None:
         return Table(head, [])
-    before, after = (
-        (name, _interval(ends['greedy'][name]), _interval(ends['sampled'][name]), '', '') for name in _PHASES
-    )
+    score = lambda interval: format_interval(interval, count=False)
+    before, after = ((name, score(ends['greedy'][name]), score(ends['sampled'][name]), '', '') for name in _PHASES)
     between = [
         (
             str(row['version']),
-            _interval(row['greedy']),
-            _interval(row['sampled']),
+            score(row['greedy']),
+            score(row['sampled']),
             format_number(row['seconds']),
             _percent(row['lane_share']),
         )
@@ -166,21 +165,13 @@ def tell_interval(interval: statistics.Interval) -> Interval:
     return cast(Interval, dataclasses.asdict(interval))
 
 
-def _interval(interval: Interval | None) -> str:
-    if interval is None:
-        return '-'
-    if interval['low'] is None:
-        return f'{interval["mean"]:.3f}'
-    return f'{interval["mean"]:.3f} [{interval["low"]:.3f}, {interval["high"]:.3f}]'
-
-
-def format_interval(interval: Interval | None, sign: str = '', *, mean: bool = True) -> str:
-    """Formats '0.719 [0.599, 0.814] (n = 64)', without the mean if `mean` is False; '-' for None."""
+def format_interval(interval: Interval | None, sign: str = '', *, mean: bool = True, count: bool = True) -> str:
+    """Formats '0.719 [0.599, 0.814] (n = 64)', or only the parts that are asked for; '-' for None."""
     if not interval:
         return '-'
     shown = format(interval['mean'], f'{sign}.3f') if mean else ''
     bounds = '' if interval['low'] is None else f'[{interval["low"]:{sign}.3f}, {interval["high"]:{sign}.3f}]'
-    return ' '.join(filter(None, (shown, bounds, f'(n = {interval["n"]})')))
+    return ' '.join(filter(None, (shown, bounds, f'(n = {interval["n"]})' if count else '')))
 
 
 def _percent(share: float | None) -> str:
