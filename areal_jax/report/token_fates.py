@@ -215,8 +215,8 @@ def tabulate_censoring(found: contents.Censoring | None) -> Table:
         (fate, *(format_number(spread[column]) for column in columns))  # type: ignore[literal-required]
         for fate, spread in (found['spreads'].items() if found else ())
     ]
-    head = ('answers', 'number', 'length, mean', 'KS to generated', 'reward, mean', 'KS to generated')
-    return Table(head, rows, 'Censoring')
+    lengths, rewards = ('length, mean', 'length, KS to generated'), ('reward, mean', 'reward, KS to generated')
+    return Table(('answers', 'number', *lengths, *rewards), rows, 'Censoring')
 
 
 def warn_of_censoring(found: contents.Censoring | None) -> str:
