@@ -9,9 +9,9 @@ from typing import TypedDict, cast
 
 from areal_jax.events.schema import Event, FinishEvent
 from areal_jax.report.event_log import lane_intervals
+from areal_jax.report.pages.blocks import Table
 from areal_jax.telemetry.progress import format_number, format_percent
 
-HEAD = ('agents', 'number', '')
 _CACHED = 'the others were prefilled; room for the open conversations: rollout.cache_tokens'
 _COUNTED = {  # other names need no explanation: 'overridden/temperature'
     'tool_calls': 'calls of tools in answers',
@@ -59,10 +59,12 @@ def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
     }
 
 
-def describe_agents(summary: AgentSummary | None) -> list[tuple[str, ...]]:
-    """Rows of the page's table; none without agents."""
-    if summary is None:
-        return []
+def tabulate_agents(summary: AgentSummary | None) -> Table:
+    """Returns the page's table; empty without agents."""
+    return Table(('agents', 'number', ''), _rows(summary) if summary else [])
+
+
+def _rows(summary: AgentSummary) -> list[tuple[str, ...]]:
     episodes, forked = sum(summary['ended'].values()), sum(summary['forks'].values())
     means = f'{format_number(summary["turns"])} turns and {format_number(summary["rows"])} rows, mean'
     cached = summary['cached_prompts']

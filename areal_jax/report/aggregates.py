@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NotRequired, TypedDict
 
 from areal_jax.events.schema import Event
 from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.event_log import Window
+from areal_jax.report.pages.blocks import Table, tabulate
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, number
 
-HEAD = ('engine', 'server', 'tokens received', 'starts', 'taken out of service')
 _OUT = ('unknown', 'quarantined')
 
 
@@ -47,18 +47,20 @@ def _new_row(engine: str) -> ServerRow:
     return {'engine': engine, 'url': '', 'starts': 0, 'tokens': 0, 'failures': 0, 'last_failure': ''}
 
 
-def describe_servers(rows: Sequence[ServerRow]) -> list[tuple[str, ...]]:
-    """Rows of the page's table of servers."""
-    return [
-        (
-            row['engine'],
-            row['url'],
-            str(row['tokens']),
-            str(row['starts']),
-            f'{row["failures"]}, the last time: {row["last_failure"]}' if row['failures'] else '0',
-        )
-        for row in rows
-    ]
+def tabulate_servers(rows: Sequence[ServerRow]) -> Table:
+    """Returns the page's table of servers."""
+    columns: dict[str, Callable[[ServerRow], str]] = {
+        'engine': lambda row: row['engine'],
+        'server': lambda row: row['url'],
+        'tokens received': lambda row: str(row['tokens']),
+        'starts': lambda row: str(row['starts']),
+        'taken out of service': _describe_failures,
+    }
+    return tabulate(rows, columns)
+
+
+def _describe_failures(row: ServerRow) -> str:
+    return f'{row["failures"]}, the last time: {row["last_failure"]}' if row['failures'] else '0'
 
 
 # The ledger of draws: the state of every draw, and whether each only moved forward.

@@ -19,14 +19,13 @@ from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import event_intervals, lane_intervals
+from areal_jax.report.pages.blocks import Table, tabulate
 from areal_jax.report.statistics import ratio_interval
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts, visible_only_share
 from areal_jax.telemetry.metrics import number
 from areal_jax.telemetry.names import first_age
 from areal_jax.telemetry.progress import format_number, format_percent
-
-HEAD = ('answers of code', 'first update', 'last update', 'mean')
 
 
 def summarize_code(metrics: Metrics, facts: RunFacts) -> contents.CodeVerdicts | None:
@@ -51,10 +50,12 @@ def summarize_code(metrics: Metrics, facts: RunFacts) -> contents.CodeVerdicts |
     }
 
 
-def describe_code(found: contents.CodeVerdicts | None) -> list[tuple[str, ...]]:
-    """Rows of the page's table; none without code."""
-    if found is None:
-        return []
+def tabulate_code(found: contents.CodeVerdicts | None) -> Table:
+    """Returns the page's table of verdicts; empty without code."""
+    return Table(('answers of code', 'first update', 'last update', 'mean'), _code_rows(found) if found else [])
+
+
+def _code_rows(found: contents.CodeVerdicts) -> list[tuple[str, ...]]:
     hidden = found['visible_only']
     rows: list[tuple[str, ...]] = [
         (label, *(format_percent(share) for share in (shares['first'], shares['last'], shares['mean'])))
@@ -141,15 +142,16 @@ def preemptions(events: Sequence[Event]) -> contents.Preemptions | None:
     return {'requests': len(found), 'tokens': sum(found)} if found else None
 
 
-def work_rows(work: contents.EngineWork) -> list[tuple[str, str, str]]:
-    """Rows of the page's table: kind of work, tokens, seconds."""
+def tabulate_work(work: contents.EngineWork) -> Table:
+    """Returns the page's table of the kinds of work."""
     kinds = {
         'generated': work['generated'],
         'prompts prefilled': work['prefilled'],
         'rebuilt after an interruption or a preemption': work['rebuilt'],
     }
     seconds = lambda kind: format_number(kind['seconds'] or None)  # None: unknown for servers
-    return [(name, str(kind['tokens']), seconds(kind)) for name, kind in kinds.items() if kind]
+    rows = [(name, str(kind['tokens']), seconds(kind)) for name, kind in kinds.items() if kind]
+    return Table(('work of the engines', 'tokens', 'lane seconds'), rows, 'Work of the engines')
 
 
 def describe_attention(positions: contents.AttentionPositions | None) -> str:
@@ -232,18 +234,16 @@ def _route_row(metrics: Metrics, age: str, prefix: str, ratio: str) -> contents.
     }
 
 
-def route_rows(experts: contents.Experts | None) -> list[tuple[str, ...]]:
-    """Rows of the page's table of routes."""
-    return [
-        (
-            row['age'] or 'all',
-            str(row['tokens']),
-            format_percent(row['sets_changed']),
-            format_percent(row['tokens_changed']),
-            format_number(row['routing_rms']),
-        )
-        for row in (experts['routes'] if experts else [])
-    ]
+def tabulate_routes(experts: contents.Experts | None) -> Table:
+    """Returns the page's table of routes; empty without a record of them."""
+    columns: dict[str, Callable[[contents.RouteRow], str]] = {
+        'experts, age': lambda row: row['age'] or 'all',
+        'tokens': lambda row: str(row['tokens']),
+        'sets that differ': lambda row: format_percent(row['sets_changed']),
+        'tokens with one': lambda row: format_percent(row['tokens_changed']),
+        'routing, RMS (nats)': lambda row: format_number(row['routing_rms']),
+    }
+    return tabulate(experts['routes'] if experts else [], columns, 'Experts')
 
 
 def describe_experts(experts: contents.Experts | None) -> str:
@@ -275,24 +275,25 @@ def warn_of_wrong_versions(split: contents.RatioSplit | None) -> str:
     )
 
 
-def age_rows(rows: Sequence[contents.AgeRow]) -> list[tuple[str, ...]]:
-    """Rows of the page's table of ages."""
-    return [
-        (
-            row['age'],
-            str(row['tokens']),
-            format_number(row['effective_sample_size']),
-            format_percent(row['clip_fraction']),
-            format_number(row['kl']),
-        )
-        for row in rows
-    ]
+def tabulate_ages(rows: Sequence[contents.AgeRow]) -> Table:
+    """Returns the page's table of importance ratios by age."""
+    columns: dict[str, Callable[[contents.AgeRow], str]] = {
+        'age': lambda row: row['age'],
+        'trained tokens': lambda row: str(row['tokens']),
+        'effective sample size': lambda row: format_number(row['effective_sample_size']),
+        'clipped': lambda row: format_percent(row['clip_fraction']),
+        'KL': lambda row: format_number(row['kl']),
+    }
+    return tabulate(rows, columns, 'Ratios by age')
 
 
-def split_rows(split: contents.RatioSplit | None) -> list[tuple[str, ...]]:
-    """Rows of the page's table: all tokens, then by age, by update and by engine."""
-    if split is None:
-        return []
+def tabulate_split(split: contents.RatioSplit | None) -> Table:
+    """Returns the page's table: all tokens, then by age, by update and by engine; empty without a split."""
+    head, title = ('importance ratio (nats)', 'tokens', 'mean', 'RMS'), 'Importance ratio by cause (nats)'
+    return Table(head, _split_rows(split) if split else [], title)
+
+
+def _split_rows(split: contents.RatioSplit) -> list[tuple[str, ...]]:
     labels = {'total': 'log π_θ - log μ', 'inside': 'inside the update', 'mismatch': 'mismatch', 'drift': 'drift'}
     rows = [_row(labels[part], split['tokens'], moments) for part, moments in split['parts'].items()]
     for kind, of in (('by_age', 'age'), ('by_update', 'updates back'), ('by_engine', '')):

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict, cast
 from areal_jax import files
 from areal_jax.events.schema import Event, RunDoneEvent, RunStartEvent, find_fault, require_known_version
 from areal_jax.lanes import EVALUATION_REWARD, EVALUATION_WORK
+from areal_jax.report.pages.blocks import Table
 from areal_jax.telemetry.metrics import parse_json_lines
 from areal_jax.telemetry.progress import format_bytes, format_number
 
@@ -184,10 +185,6 @@ def _peak(intervals: Iterable[LaneInterval]) -> int:
 # The cost of each version's way to the engines: bytes, the share of weights that changed, seconds, pauses.
 
 
-HEAD = (
-    *('version sent as', 'versions', 'bytes', 'changed'),
-    *('s to send, median / max', 's to stage, median / max', 'pause of an engine (s), median / max'),
-)
 _SEND, _STAGE = 'publish', 'load'  # kinds of work
 
 
@@ -231,13 +228,13 @@ def publication_rows(events: Sequence[Event]) -> list[PublicationRow]:
     return [rows[version] for version in sorted(rows)]
 
 
-def describe_publications(rows: Sequence[PublicationRow]) -> list[tuple[str, ...]]:
-    """Rows of the page's table: one per channel and kind of record; none for a channel that reports no bytes."""
+def tabulate_publications(rows: Sequence[PublicationRow]) -> Table:
+    """Returns the page's table: one row per channel and kind of record; none for a channel that reports no bytes."""
     found: dict[str, list[PublicationRow]] = collections.defaultdict(list)
     for row in rows:
         if row['bytes'] is not None:
             found[f'{row["channel"]}, {row["record"]}'].append(row)
-    return [
+    lines = [
         (
             name,
             str(len(some)),
@@ -247,6 +244,8 @@ def describe_publications(rows: Sequence[PublicationRow]) -> list[tuple[str, ...
         )
         for name, some in sorted(found.items())
     ]
+    seconds = ('s to send, median / max', 's to stage, median / max', 'pause of an engine (s), median / max')
+    return Table(('version sent as', 'versions', 'bytes', 'changed', *seconds), lines)
 
 
 def _median(shares: Sequence[float | None]) -> str:

@@ -24,6 +24,7 @@ from areal_jax.report.event_log import (
     of_training,
     window,
 )
+from areal_jax.report.pages.blocks import Table
 from areal_jax.report.report_keys import Busy, CurveEnds, CurveRow, Interval, Report, Time
 from areal_jax.report.statistics import mean_interval, score_interval
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts, VersionScores
@@ -32,7 +33,6 @@ from areal_jax.telemetry.progress import format_number, format_percent
 Kind: TypeAlias = Literal['greedy', 'sampled']
 KINDS: tuple[Kind, ...] = ('greedy', 'sampled')
 _PHASES: tuple[Literal['before'], Literal['after']] = ('before', 'after')
-HEAD = ('version', 'greedy', 'sampled', 'seconds', "share of generation's lane time meanwhile")
 
 
 def evaluation_curve(events: Sequence[Event], rows: Sequence[VersionScores]) -> list[CurveRow]:
@@ -48,11 +48,19 @@ def curve_ends(
     if not rows:
         return None
     problems, samples = len(rows[0].scores.greedy), len(rows[0].scores.sampled[0])
-    greedy = lambda scores: _greedy(scores.greedy[:problems]) if scores else None
-    sampled = lambda scores: _sampled([row[:samples] for row in scores.sampled[:problems]]) if scores else None
+
+    def cut(scores: EvaluationScores | None) -> EvaluationScores | None:
+        sampled = tuple(row[:samples] for row in scores.sampled[:problems]) if scores else ()
+        return EvaluationScores(scores.greedy[:problems], sampled) if scores else None
+
+    return summarize_scores(cut(before), cut(after))
+
+
+def summarize_scores(before: EvaluationScores | None, after: EvaluationScores | None) -> CurveEnds:
+    """Returns mean scores with their intervals; None without an evaluation, or without sampled answers."""
     return {
-        'greedy': {'before': greedy(before), 'after': greedy(after)},
-        'sampled': {'before': sampled(before), 'after': sampled(after)},
+        'greedy': {'before': _greedy(before), 'after': _greedy(after)},
+        'sampled': {'before': _sampled(before), 'after': _sampled(after)},
     }
 
 
@@ -96,28 +104,25 @@ def describe_cost(report: Report) -> str:
     )
 
 
-def curve_rows(report: Report) -> list[tuple[str, ...]]:
-    """Rows of the page's table under HEAD; the first is before training, the last after it."""
+def tabulate_curve(report: Report) -> Table:
+    """Returns the page's table of the versions evaluated, from before training to after it; empty without any."""
+    head = ('version', 'greedy', 'sampled', 'seconds', "share of generation's lane time meanwhile")
     ends = report['evaluation_curve_ends']
     if ends is None:
-        return []
-    before, after = (
-        (name, _interval(ends['greedy'][name]), _interval(ends['sampled'][name]), '', '') for name in _PHASES
-    )
-    return [before, *_rows_between(report), after]
-
-
-def _rows_between(report: Report) -> list[tuple[str, ...]]:
-    return [
+        return Table(head, [])
+    score = lambda interval: format_interval(interval, count=False)
+    before, after = ((name, score(ends['greedy'][name]), score(ends['sampled'][name]), '', '') for name in _PHASES)
+    between = [
         (
             str(row['version']),
-            _interval(row['greedy']),
-            _interval(row['sampled']),
+            score(row['greedy']),
+            score(row['sampled']),
             format_number(row['seconds']),
             _percent(row['lane_share']),
         )
         for row in report['evaluation_curve']
     ]
+    return Table(head, [before, *between, after], 'Evaluation beside training')
 
 
 def _row(row: VersionScores, intervals: Sequence[LaneInterval]) -> CurveRow:
@@ -125,8 +130,8 @@ def _row(row: VersionScores, intervals: Sequence[LaneInterval]) -> CurveRow:
     span = Window(((min(i.start for i in own), max(i.end for i in own)),) if own else ())
     return {
         'version': row.version,
-        'greedy': _greedy(row.scores.greedy),
-        'sampled': _sampled(row.scores.sampled),
+        'greedy': cast(Interval, _greedy(row.scores)),
+        'sampled': _sampled(row.scores),
         'seconds': row.seconds,
         'lane_seconds': sum(i.end - i.start for i in own),
         'lane_share': _share(intervals, span),
@@ -147,25 +152,26 @@ def _share(intervals: Sequence[LaneInterval], within: Window) -> float | None:
     return own / sum(covered for covered, _ in seconds) if own else None
 
 
-def _greedy(scores: Sequence[float]) -> Interval:
-    return _as_report(mean_interval(scores))
+def _greedy(scores: EvaluationScores | None) -> Interval | None:
+    return tell_interval(mean_interval(scores.greedy)) if scores and scores.greedy else None
 
 
-def _sampled(scores: Sequence[Sequence[float]]) -> Interval | None:
-    """None if no answer was sampled."""
-    return _as_report(score_interval(scores)) if any(scores) else None
+def _sampled(scores: EvaluationScores | None) -> Interval | None:
+    return tell_interval(score_interval(scores.sampled)) if scores and any(scores.sampled) else None
 
 
-def _as_report(interval: statistics.Interval) -> Interval:
+def tell_interval(interval: statistics.Interval) -> Interval:
+    """Returns the interval as the report has it."""
     return cast(Interval, dataclasses.asdict(interval))
 
 
-def _interval(interval: Interval | None) -> str:
-    if interval is None:
+def format_interval(interval: Interval | None, sign: str = '', *, mean: bool = True, count: bool = True) -> str:
+    """Formats '0.719 [0.599, 0.814] (n = 64)', or only the parts that are asked for; '-' for None."""
+    if not interval:
         return '-'
-    if interval['low'] is None:
-        return f'{interval["mean"]:.3f}'
-    return f'{interval["mean"]:.3f} [{interval["low"]:.3f}, {interval["high"]:.3f}]'
+    shown = format(interval['mean'], f'{sign}.3f') if mean else ''
+    bounds = '' if interval['low'] is None else f'[{interval["low"]:{sign}.3f}, {interval["high"]:{sign}.3f}]'
+    return ' '.join(filter(None, (shown, bounds, f'(n = {interval["n"]})' if count else '')))
 
 
 def _percent(share: float | None) -> str:

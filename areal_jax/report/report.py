@@ -17,7 +17,7 @@ from areal_jax.control.buffer import BY_REWARD
 from areal_jax.control.episode import LOST
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event, InterruptEvent
-from areal_jax.report import aggregates, statistics
+from areal_jax.report import aggregates
 from areal_jax.report import engine_work as generation
 from areal_jax.report import report_keys as contents
 from areal_jax.report.agents import summarize_agents
@@ -34,16 +34,18 @@ from areal_jax.report.limit import (
     evaluation_curve,
     evaluation_lane_share,
     measure_limit,
+    summarize_scores,
+    tell_interval,
 )
 from areal_jax.report.pages.energy_section import summarize_energy
 from areal_jax.report.pages.html_page import FILE as HTML_PAGE
 from areal_jax.report.pages.html_page import render_html
-from areal_jax.report.pages.markdown_page import render_page
-from areal_jax.report.pages.run_plots import write_plots
+from areal_jax.report.pages.pictures import write_plots
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.pages.web_page import describe_missing_library
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
-from areal_jax.report.statistics import mean_interval, paired_interval, score_interval
+from areal_jax.report.statistics import paired_interval
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.token_fates import age_histograms, censoring, token_age, token_age_steps, token_fates
 from areal_jax.telemetry import metrics as metric_log
@@ -94,131 +96,69 @@ def build_report(
     """Builds the content of report.json from JSON-able values; None means: not measured."""
     training, within = list(outside_evaluation(events)), window(events)
     limit = measure_limit(events, len(metrics), facts)
+    interruptions = _interruptions(training)
+    trained, unparsed = aggregates.total(metrics, names.TOKENS_TRAINED), names.REWARD_UNPARSED
     report: Report = {
+        **_told(facts),
         'steps': len(metrics),
-        'planned_steps': facts.planned_steps,
-        'finished': facts.finished,
         'running': bool(facts.running),
-        'missing': list(facts.missing),
-        'newest_checkpoint': facts.newest_checkpoint,
         'attempts': 1 + sum(event['kind'] == 'restore' for event in events),
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events, metrics),
-        'problems': dict(facts.problems),
-        'tokens': _tokens(training, metrics),
+        'tokens': {'generated': generation.generated_tokens(training), 'trained': trained},
         'optimizer_steps': count_optimizer_steps(metrics),
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
-        'unparsed_rate': _unparsed(metrics),
+        'unparsed_rate': {**aggregates.ends(metrics, unparsed), 'mean': aggregates.mean(metrics, unparsed)},
         'audit': _audit(training),
-        'sandbox': facts.sandbox,
         'code': summarize_code(metrics, facts),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
-        **_beside_training(events, facts, curve),
-        'token_age': token_age(metrics),
-        'versions_per_trajectory': _versions_per_trajectory(metrics),
-        **_flow(metrics, training, within),
-        'publish_pause_seconds': _pauses(training),
-        'publications': publication_rows(training),
-        'agents': summarize_agents(training),
-        **_generation(events, training, metrics, facts),
-        **_causes(events, metrics, facts),
-        'throughput': _throughput(training, metrics, within),
-        'energy': summarize_energy(metrics, facts.energy),
-        'busy': busy_shares(events),
-        'time': as_report(limit),
-        'compilations': facts.compilations,
-        'peak_memory_bytes': facts.peak_memory_bytes,
-        'event_loop_lag_seconds': {'max': facts.event_loop_lag_max},
-        'weights_sha256': facts.weights_sha256,
-        'git_commit': facts.git_commit,
-        'versions': dict(facts.versions),
-        **_setting(facts),
-        'idle_fields': list(facts.idle_fields),
-        'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
-        'hook': dict(facts.hook),
-        'tracker': dict(facts.tracker),
-        'hardware': dict(facts.hardware),
-        'devices': dict(facts.devices),
-        'window_seconds': within.seconds,
-        'cause_of_gap': limit.cause,
-        'warnings': [],
-    }
-    return cast(Report, plain({**report, 'warnings': find_caveats(events, metrics, report, facts)}))
-
-
-def _setting(facts: RunFacts) -> contents.Setting:
-    return {
-        'config': facts.config,
-        'seed': facts.seed,
-        'eta': facts.eta,
-        'schedule': facts.schedule,
-        'clock': facts.clock,
-        'objective': facts.objective,
-        'ends': dict(facts.ends),
-        'simulation': facts.simulation,
-    }
-
-
-def _flow(metrics: Metrics, training: Sequence[Event], within: Window) -> contents.Flow:
-    interruptions = _interruptions(training)
-    return {
-        'interruptions': len(interruptions),
-        'steps_with_interruption': len({event['to_version'] for event in interruptions}),
-        'admission_held': aggregates.admission_held(metrics, within),
-        'idle_slots': aggregates.idle_slots(metrics, training, within),
-    }
-
-
-def _beside_training(
-    events: Sequence[Event], facts: RunFacts, curve: Sequence[VersionScores]
-) -> contents.BesideTraining:
-    return {
         'evaluation_curve': evaluation_curve(events, curve),
         'evaluation_curve_ends': curve_ends(curve, facts.evaluation_before, facts.evaluation_after),
         'evaluation_lane_share': evaluation_lane_share(events),
         'evaluation_cache_bytes': evaluation_cache_bytes(events),
-    }
-
-
-def _generation(
-    events: Sequence[Event], training: Sequence[Event], metrics: Metrics, facts: RunFacts
-) -> contents.Generation:
-    found: contents.Generation = {
+        'token_age': token_age(metrics),
+        'token_age_steps': token_age_steps(metrics),
+        'token_age_histograms': age_histograms(metrics),
+        'versions_per_trajectory': {
+            'mean': aggregates.weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),
+            'max': aggregates.largest(metrics, names.VERSIONS_MAX),
+        },
+        'interruptions': len(interruptions),
+        'steps_with_interruption': len({event['to_version'] for event in interruptions}),
+        'admission_held': aggregates.admission_held(metrics, within),
+        'idle_slots': aggregates.idle_slots(metrics, training, within),
+        'publish_pause_seconds': _pauses(training),
         'request_pause_seconds': generation.request_pauses(training),
+        'publications': publication_rows(training),
+        'agents': summarize_agents(training),
         'engine_work': generation.engine_work(training),
         'attention_positions': generation.attention_positions(training),
         'preemptions': generation.preemptions(training),
-        'kv_cache_bytes': facts.kv_cache_bytes,
-        'memory_parts': dict(facts.memory_parts),
         'servers': server_rows(events),
-    }
-    if classes := summarize_classes(events, training, metrics, window(events)):
-        found['engine_classes'] = classes
-    return found
-
-
-def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> contents.Causes:
-    return {
         'token_fates': token_fates(events, metrics, finished=facts.finished),
         'censoring': censoring(events, metrics),
-        'token_age_steps': token_age_steps(metrics),
-        'token_age_histograms': age_histograms(metrics),
         'mismatch': aggregates.mismatch(metrics),
         'ratios_by_age': ratios_by_age(metrics),
         'ratio_split': ratio_split(metrics),
         'experts': summarize_experts(metrics),
+        'throughput': _throughput(training, metrics, within),
+        'energy': summarize_energy(metrics, facts.energy),
+        'busy': busy_shares(events),
+        'time': as_report(limit),
+        'event_loop_lag_seconds': {'max': facts.event_loop_lag_max},
+        'window_seconds': within.seconds,
+        'cause_of_gap': limit.cause,
+        'warnings': [],
     }
+    if classes := summarize_classes(events, training, metrics, within):
+        report['engine_classes'] = classes
+    report['warnings'] = find_caveats(events, metrics, report, facts)
+    return cast(Report, plain(report))
 
 
-def _unparsed(metrics: Metrics) -> contents.ShareOfAnswers:
-    rate = names.REWARD_UNPARSED
-    return {**aggregates.ends(metrics, rate), 'mean': aggregates.mean(metrics, rate)}
-
-
-def _versions_per_trajectory(metrics: Metrics) -> contents.MeanMax:
-    mean = aggregates.weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES)
-    return {'mean': mean, 'max': aggregates.largest(metrics, names.VERSIONS_MAX)}
+def _told(facts: RunFacts) -> contents.Told:
+    return cast(contents.Told, {name: getattr(facts, name) for name in contents.Told.__annotations__})
 
 
 def count_optimizer_steps(metrics: Metrics) -> contents.OptimizerSteps:
@@ -271,11 +211,6 @@ def _filtered_rate(events: Sequence[Event], filtered: int) -> float | None:
     return filtered / (filtered + kept) if filtered else None
 
 
-def _tokens(training: Sequence[Event], metrics: Metrics) -> contents.Tokens:
-    trained = aggregates.total(metrics, names.TOKENS_TRAINED)
-    return {'generated': generation.generated_tokens(training), 'trained': trained}
-
-
 def _audit(events: Sequence[Event]) -> contents.Audit | None:
     outcomes = [event['outcome'] for event in events if event['kind'] == 'audit']
     if not outcomes:
@@ -314,34 +249,11 @@ def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> co
 def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -> contents.Accuracy | None:
     if before is None and after is None:
         return None
-    both = before is not None and after is not None and _has_samples(before) and _has_samples(after)
-    gain = paired_interval(before.sampled, after.sampled) if both and before and after else None
-    return {
-        'greedy': {'before': _greedy(before), 'after': _greedy(after)},
-        'sampled': {
-            'before': _sampled(before),
-            'after': _sampled(after),
-            'gain': _as_report(gain),
-        },
-    }
-
-
-def _has_samples(scores: EvaluationScores) -> bool:
-    return any(scores.sampled)
-
-
-def _greedy(scores: EvaluationScores | None) -> contents.Interval | None:
-    return _as_report(mean_interval(scores.greedy)) if scores and scores.greedy else None
-
-
-def _sampled(scores: EvaluationScores | None) -> contents.Interval | None:
-    return _as_report(score_interval(scores.sampled)) if scores and _has_samples(scores) else None
-
-
-def _as_report(interval: statistics.Interval | None) -> contents.Interval | None:
-    if interval is None:
-        return None
-    return {'mean': interval.mean, 'low': interval.low, 'high': interval.high, 'n': interval.n}
+    ends = summarize_scores(before, after)
+    gain = None
+    if before and after and ends['sampled']['before'] and ends['sampled']['after']:
+        gain = tell_interval(paired_interval(before.sampled, after.sampled))
+    return {'greedy': ends['greedy'], 'sampled': {**ends['sampled'], 'gain': gain}}
 
 
 def _most_frequent(facts: RunFacts) -> contents.BeforeAfter:

@@ -1,6 +1,6 @@
 """The keys of report.json, with types and units. None means: not measured.
 
-Made by report.py and limit.py, read by caveats.py, report_texts.py, run_plots.py and html_page.py.
+Made by report.py and the modules that it calls, read by caveats.py and the pages.
 """
 
 from __future__ import annotations
@@ -273,50 +273,6 @@ class Experts(TypedDict):
     routes: list[RouteRow]
 
 
-class Causes(TypedDict):
-    """Numbers that separate the causes of bias and staleness."""
-
-    token_fates: TokenFates | None  # this and the next: None if an earlier program wrote a part of the run
-    censoring: Censoring | None
-    token_age_steps: StepAge  # of the trained tokens
-    token_age_histograms: AgeHistograms
-    mismatch: Mismatch
-    ratios_by_age: list[AgeRow]
-    ratio_split: RatioSplit | None  # None if it was not measured
-    experts: Experts | None  # None for a model without experts
-
-
-class Flow(TypedDict):
-    """Interruptions of answers, and the bounds that held admission back."""
-
-    interruptions: int  # times that new weights met unfinished requests on an engine
-    steps_with_interruption: int
-    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
-    idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
-
-
-class BesideTraining(TypedDict):
-    """Evaluations during training."""
-
-    evaluation_curve: list[CurveRow]  # by version
-    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
-    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
-    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
-
-
-class Generation(TypedDict):
-    """Generation by the engines in training."""
-
-    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
-    engine_work: EngineWork
-    attention_positions: AttentionPositions | None  # None if the log does not have them
-    preemptions: Preemptions | None  # None without any
-    kv_cache_bytes: int | None  # of one engine; None if it is unknown
-    memory_parts: Mapping[str, int]  # bytes by purpose; empty if they are unknown
-    servers: list[ServerRow]  # empty if engines were in the process of the run
-    engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
-
-
 class CodeVerdicts(TypedDict):
     """Verdicts on answers that are code."""
 
@@ -327,8 +283,8 @@ class CodeVerdicts(TypedDict):
     visible_only: BeforeAfter  # evaluations: share of the passing answers that fails a hidden test
 
 
-class Setting(TypedDict):
-    """The settings of the run."""
+class Told(TypedDict):
+    """What the report has as the run told it: fields of telemetry.facts.RunFacts with their names."""
 
     config: str  # path of the experiment file
     seed: int
@@ -338,40 +294,16 @@ class Setting(TypedDict):
     objective: str  # method and combination; '' of a run of an earlier version
     ends: Mapping[str, str]  # texts of the tokens that end an answer, by their ids; empty: none, or not known yet
     simulation: str  # chips, model and lengths of a simulation; '' = a real run
-
-
-class Report(Flow, BesideTraining, Generation, Causes, Setting):
-    steps: int  # updates published
     planned_steps: int | None
     finished: bool
-    running: bool  # it has not finished, and a process uses its workdir
     missing: list[str]  # missing parts of the report of an unfinished run, in words
     newest_checkpoint: int | None  # of an unfinished run: its update; None without one
-    attempts: int  # starts of the program in the log
-    wall_seconds: float | None
-    groups: Groups
     problems: Mapping[str, int]  # 'train', 'held_out', 'dropped'
-    tokens: Tokens
-    optimizer_steps: OptimizerSteps
-    reward: Ends
-    unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
-    audit: Audit | None  # None if no answer was compared a second time
     sandbox: SandboxRecord | None  # sandbox in which a scorer or tools ran code; None if the config asks for none
-    accuracy: Accuracy | None
-    most_frequent_answer_share: BeforeAfter
-    token_age: MeanMax  # of the trained tokens, in versions
-    versions_per_trajectory: MeanMax
-    publish_pause_seconds: MedianMax  # of an engine
-    publications: list[PublicationRow]  # of versions above 0
-    agents: AgentSummary | None  # None without agents
-    code: CodeVerdicts | None  # None if no answer was code
-    throughput: Throughput
-    busy: Busy
-    energy: EnergySummary | None  # None: telemetry.energy='off'
-    time: Time
+    kv_cache_bytes: int | None  # of one engine; None if it is unknown
+    memory_parts: Mapping[str, int]  # bytes by purpose; empty if they are unknown
     compilations: int  # after warm-up
     peak_memory_bytes: int | None  # of the process tree
-    event_loop_lag_seconds: Lag
     weights_sha256: str | None  # of the last version
     git_commit: str | None
     versions: Mapping[str, str]  # of packages
@@ -381,6 +313,56 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     tracker: Mapping[str, object]  # RowFacts of telemetry.tracker
     hardware: Mapping[str, object]
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]]  # ids by user
+
+
+class Report(Told):
+    """The content of report.json."""
+
+    steps: int  # updates published
+    running: bool  # it has not finished, and a process uses its workdir
+    attempts: int  # starts of the program in the log
+    wall_seconds: float | None
+    groups: Groups
+    tokens: Tokens
+    optimizer_steps: OptimizerSteps
+    reward: Ends
+    unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
+    audit: Audit | None  # None if no answer was compared a second time
+    code: CodeVerdicts | None  # None if no answer was code
+    accuracy: Accuracy | None
+    most_frequent_answer_share: BeforeAfter
+    evaluation_curve: list[CurveRow]  # by version
+    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
+    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
+    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
+    token_age: MeanMax  # of the trained tokens, in versions
+    token_age_steps: StepAge  # of the trained tokens
+    token_age_histograms: AgeHistograms
+    versions_per_trajectory: MeanMax
+    interruptions: int  # times that new weights met unfinished requests on an engine
+    steps_with_interruption: int
+    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
+    idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
+    publish_pause_seconds: MedianMax  # of an engine
+    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
+    publications: list[PublicationRow]  # of versions above 0
+    agents: AgentSummary | None  # None without agents
+    engine_work: EngineWork
+    engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
+    attention_positions: AttentionPositions | None  # None if the log does not have them
+    preemptions: Preemptions | None  # None without any
+    servers: list[ServerRow]  # empty if engines were in the process of the run
+    token_fates: TokenFates | None  # this and the next: None if an earlier program wrote a part of the run
+    censoring: Censoring | None
+    mismatch: Mismatch
+    ratios_by_age: list[AgeRow]
+    ratio_split: RatioSplit | None  # None if it was not measured
+    experts: Experts | None  # None for a model without experts
+    throughput: Throughput
+    energy: EnergySummary | None  # None: telemetry.energy='off'
+    busy: Busy
+    time: Time
+    event_loop_lag_seconds: Lag
     window_seconds: float
     cause_of_gap: str
     warnings: list[str]

@@ -18,6 +18,7 @@ from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import outside_evaluation
+from areal_jax.report.pages.blocks import Table
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, counts, number
 from areal_jax.telemetry.progress import format_number, format_percent
@@ -114,16 +115,16 @@ def has_lengths(events: Sequence[Event]) -> bool:
     return bool(starts) and min(starts) >= FIRST_VERSION
 
 
-def fate_rows(fates: contents.TokenFates | None) -> list[tuple[str, ...]]:
-    """Rows of the page's table: fate, tokens, share, mean age."""
-    if fates is None:
-        return []
-    generated = fates['generated']
-    rows: list[tuple[str, ...]] = [('generated', str(generated), '', '')]
-    for fate, tokens in fates['fates'].items():
-        share = format_percent(tokens / generated) if generated else '-'
-        rows.append((fate.replace('/', ': '), str(tokens), share, _mean_age(fates['by_age'].get(fate, ()))))
-    return rows
+def tabulate_fates(fates: contents.TokenFates | None) -> Table:
+    """Returns the page's table of fates; empty without a ledger."""
+    rows: list[tuple[str, ...]] = []
+    if fates:
+        generated = fates['generated']
+        rows.append(('generated', str(generated), '', ''))
+        for fate, tokens in fates['fates'].items():
+            share = format_percent(tokens / generated) if generated else '-'
+            rows.append((fate.replace('/', ': '), str(tokens), share, _mean_age(fates['by_age'].get(fate, ()))))
+    return Table(('fate', 'tokens', 'share', 'age, mean'), rows, 'Token ledger')
 
 
 def _mean_age(by_age: Sequence[int]) -> str:
@@ -207,21 +208,15 @@ def ks_distance(a: np.ndarray, b: np.ndarray, a_weights: np.ndarray, b_weights: 
     return float(np.abs(np.cumsum(masses[0] - masses[1])).max())
 
 
-def censoring_rows(found: contents.Censoring | None) -> list[tuple[str, ...]]:
-    """Rows of the page's table of spreads."""
-    if found is None:
-        return []
-    return [
-        (
-            fate,
-            format_number(spread['answers']),
-            format_number(spread['length_mean']),
-            format_number(spread['length_distance']),
-            format_number(spread['reward_mean']),
-            format_number(spread['reward_distance']),
-        )
-        for fate, spread in found['spreads'].items()
+def tabulate_censoring(found: contents.Censoring | None) -> Table:
+    """Returns the page's table of spreads; empty where no answer has a fate."""
+    columns = ('answers', 'length_mean', 'length_distance', 'reward_mean', 'reward_distance')
+    rows = [
+        (fate, *(format_number(spread[column]) for column in columns))  # type: ignore[literal-required]
+        for fate, spread in (found['spreads'].items() if found else ())
     ]
+    lengths, rewards = ('length, mean', 'length, KS to generated'), ('reward, mean', 'reward, KS to generated')
+    return Table(('answers', 'number', *lengths, *rewards), rows, 'Censoring')
 
 
 def warn_of_censoring(found: contents.Censoring | None) -> str:

@@ -3,15 +3,18 @@ throughput by eta; and scores over the lag for every loss and learning rate."""
 
 from __future__ import annotations
 
+import itertools
 import pathlib
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_jax.app.sweep.sweep_results import DIRECTORY
-from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure
-from areal_jax.report.pages.web_page import BLUE, PALETTE, order_shades
+from areal_jax.report.pages.blocks import Line
+from areal_jax.report.pages.colors import BLUE, PALETTE, order_shades
+from areal_jax.report.pages.curves import moving_mean
+from areal_jax.report.pages.pictures import DIRECTORY, MARKERS, draw_lines, label_axes, make_figure, save_figure
 from areal_jax.studies import page
 from areal_jax.studies.page import eta_records, lag_records
 from areal_jax.studies.plan import Plan
@@ -23,7 +26,6 @@ if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
 CURVES, SCORES = 'curves_and_throughput.png', 'score_by_age.png'
 _SMOOTHING = 10  # updates in the moving mean of a curve
 _WIDTH = 13  # inches
-_MARKERS = ('o', 's', '^', 'D')  # of methods
 
 
 def write_figures(plan: Plan, records: Records, workdir: pathlib.Path) -> list[str]:
@@ -45,8 +47,9 @@ def _draw_curves(plan: Plan, records: Records, path: pathlib.Path) -> bool:
     figure = make_figure(4.6, _WIDTH)
     panels = figure.subplots(1, 3)
     for axes, method in zip(panels, ('plain', 'decoupled'), strict=False):
-        for lag, color in zip(lags, order_shades(len(lags)), strict=True):
-            _draw_curve(axes, found[method, lag], str(lag), color)
+        shades = zip(lags, order_shades(len(lags)), strict=True)
+        drawn = (_mean_curve(found[method, lag], str(lag), color) for lag, color in shades)
+        draw_lines(axes, [line for line in drawn if line])
         share = 'share of right symbols in the batch' if method == 'plain' else ''
         label_axes(axes, f'{method} PPO', 'update', share)
         axes.set_ylim(0, 1.02)
@@ -56,17 +59,14 @@ def _draw_curves(plan: Plan, records: Records, path: pathlib.Path) -> bool:
     return True
 
 
-def _draw_curve(axes: Axes, records: Sequence[Record], label: str, color: str) -> None:
-    """Draws the mean over the seeds of moving means."""
-    if not records:
-        return
-    length = min(len(record.curve) for record in records)
+def _mean_curve(records: Sequence[Record], label: str, color: str) -> Line | None:
+    """Returns the mean over the seeds of moving means."""
+    length = min((len(record.curve) for record in records), default=0)
     width = min(_SMOOTHING, length)
     if not width:
-        return
+        return None
     curves = [moving_mean(record.curve[:length], width)[width - 1 :] for record in records]
-    updates = np.arange(width, length + 1)
-    axes.plot(updates, np.mean(curves, axis=0), color=color, linewidth=1.8, label=label)
+    return Line(label, range(width, length + 1), np.mean(curves, axis=0).tolist(), color)
 
 
 def _draw_throughput(plan: Plan, records: Records, axes: Axes) -> None:
@@ -86,13 +86,12 @@ def _draw_scores(plan: Plan, records: Records, path: pathlib.Path) -> bool:
     figure = make_figure(4.6, _WIDTH)
     panels = figure.subplots(1, len(factors) + 1, sharey=True)
     for axes, factor in zip(panels, factors, strict=False):
-        for index, method in enumerate(part.methods):
-            arms = {lag: lag_records(records, method, lag, factor) for lag in part.lags}
-            _draw_means(axes, list(arms.values()), index, method)
+        arms = {method: [lag_records(records, method, lag, factor) for lag in part.lags] for method in part.methods}
+        _draw_means(axes, arms)
         axes.set_xticks(range(len(part.lags)), [str(lag) for lag in part.lags])
         label_axes(axes, f'{factor:.3g} of the knee', 'lag', 'score' if factor == factors[0] else '')
-    for index, method in enumerate(plan.natural.methods):
-        _draw_means(panels[-1], [eta_records(records, method, eta) for eta in plan.natural.etas], index, method)
+    natural = plan.natural
+    _draw_means(panels[-1], {m: [eta_records(records, m, eta) for eta in natural.etas] for m in natural.methods})
     panels[-1].set_xticks(range(len(plan.natural.etas)), [f'{eta:g}' for eta in plan.natural.etas])
     label_axes(panels[-1], 'natural', 'eta', '')
     panels[0].set_ylim(0, 1.02)
@@ -101,12 +100,13 @@ def _draw_scores(plan: Plan, records: Records, path: pathlib.Path) -> bool:
     return True
 
 
-def _draw_means(axes: Axes, groups: Sequence[Sequence[Record]], index: int, label: str) -> None:
-    """Draws the mean score of each group with its range over the seeds."""
-    places = [place for place, group in enumerate(groups) if group]
-    scores = [[record.score for record in groups[place] if record.score is not None] for place in places]
-    if not places:
-        return
-    color, marker = PALETTE[index % len(PALETTE)], _MARKERS[index % len(_MARKERS)]
-    axes.plot(places, [np.mean(found) for found in scores], color=color, marker=marker, markersize=5, label=label)
-    axes.fill_between(places, [min(f) for f in scores], [max(f) for f in scores], color=color, alpha=0.15, linewidth=0)
+def _draw_means(axes: Axes, arms: Mapping[str, Sequence[Sequence[Record]]]) -> None:
+    """Draws, for each method, the mean score of each group of records with its range over the seeds."""
+    lines = []
+    for (method, groups), color, marker in zip(arms.items(), itertools.cycle(PALETTE), itertools.cycle(MARKERS)):
+        places = [place for place, group in enumerate(groups) if group]
+        scores = [[record.score for record in groups[place] if record.score is not None] for place in places]
+        means, lows, highs = ([of(found) for found in scores] for of in (statistics.fmean, min, max))
+        if places:
+            lines.append(Line(method, places, means, color, marker=marker, lows=lows, highs=highs))
+    draw_lines(axes, lines, band=0.15)

@@ -18,7 +18,7 @@ from areal_jax.app.sweep.endpoints import (
     pairing_gain,
     student_bounds,
 )
-from areal_jax.app.sweep.sweep_results import render_table
+from areal_jax.report.pages.blocks import Block, Section, Table, Text, render_markdown, show_pictures
 from areal_jax.studies.plan import Margins, Plan
 from areal_jax.studies.stages import (
     CONTROLS,
@@ -337,35 +337,28 @@ def render_page(source: str, form: str, plan: Plan, records: Records, pictures: 
 
     `form`: 'full' or 'quick'; `pictures` are paths relative to the page; `facts` describes the machine.
     """
+    controls = [(one.text, f'**{one.outcome}**', one.because) for one in check_controls(plan, records)]
+    statements = [(one.text, f'**{one.outcome}**', one.because) for one in decide_statements(plan, records)]
     sections = [
-        '# Staleness study',
-        _what_ran(source, form, plan, records, facts),
-        '## Controls',
-        render_table(
-            ('control', 'outcome', 'found'),
-            [(control.text, f'**{control.outcome}**', control.because) for control in check_controls(plan, records)],
+        Section('controls', 'Controls', [Table(('control', 'outcome', 'found'), controls)]),
+        Section('unfinished', 'Arms that have not finished', _unfinished(records)),
+        Section(
+            'statements',
+            'Statements of the paper, at this scale',
+            [Table(('statement', 'outcome', 'verdicts'), statements)],
         ),
-        *_unfinished(records),
-        '## Statements of the paper, at this scale',
-        render_table(
-            ('statement', 'outcome', 'verdicts'),
-            [(one.text, f'**{one.outcome}**', one.because) for one in decide_statements(plan, records)],
-        ),
-        *_lock_step(plan, records),
-        *_natural(plan, records),
-        '## Figures',
-        *(f'![{picture}]({picture})' for picture in pictures),
-        '## Rates and seeds',
-        *_rates(plan, records),
-        *_pilot(plan, records),
+        Section('lock_step', 'Imposed age: score after training', _lock_step(plan, records)),
+        Section('natural', 'Age by eta: score, realised age and throughput', _natural(plan, records)),
+        show_pictures(pictures),
+        Section('rates', 'Rates and seeds', [*_rates(plan, records), *_pilot(plan, records)]),
     ]
-    return '\n\n'.join(section for section in sections if section) + '\n'
+    return render_markdown('Staleness study', [_what_ran(source, form, plan, records, facts)], sections)
 
 
-def _what_ran(source: str, form: str, plan: Plan, records: Records, facts: str) -> str:
+def _what_ran(source: str, form: str, plan: Plan, records: Records, facts: str) -> Text:
     finished = sum(record.state.is_finished for record in records)
     short = ' The quick form shows that every part works; it has too few seeds and updates to settle a question.'
-    return (
+    return Text(
         f'`{source}`, {form} form, plan `{plan.digest()[:12]}`: {finished} of {len(records)} arms have finished. '
         f'{facts}{short if form == "quick" else ""} Scores are shares of right places in sampled '
         'answers of the final weights to all training prompts; chance among the two symbols is 0.5. The protocol is in '
@@ -373,7 +366,7 @@ def _what_ran(source: str, form: str, plan: Plan, records: Records, facts: str) 
     )
 
 
-def _unfinished(records: Records) -> list[str]:
+def _unfinished(records: Records) -> list[Block]:
     rows = [
         (f'{record.factors.stage}/{record.factors.name}', record.state.word, record.state.reason)
         for record in records
@@ -381,16 +374,17 @@ def _unfinished(records: Records) -> list[str]:
     ]
     if not rows:
         return []
-    return ['## Arms that have not finished', render_table(('arm', 'state', 'why'), rows), 'No number has one in it.']
+    return [Table(('arm', 'state', 'why'), rows), Text('No number has one in it.')]
 
 
-def _lock_step(plan: Plan, records: Records) -> list[str]:
+def _lock_step(plan: Plan, records: Records) -> list[Block]:
     part = plan.lock_step
     others = [method for method in part.methods if method not in ('plain', 'decoupled')]
-    sections = [
-        '## Imposed age: score after training',
-        "Without → with the decoupled objective, in the form of the paper's Table 2; mean over the seeds, SD in "
-        'brackets.',
+    blocks: list[Block] = [
+        Text(
+            "Without → with the decoupled objective, in the form of the paper's Table 2; mean over the seeds, SD in "
+            'brackets.'
+        )
     ]
     for factor in sorted((1.0, *part.side_factors), key=lambda factor: abs(factor - 1)):
         rows = [
@@ -405,11 +399,11 @@ def _lock_step(plan: Plan, records: Records) -> list[str]:
         ]
         seeds = part.seeds if factor == 1 else part.side_seeds
         head = ('lag', 'PPO, plain → decoupled', *others, *(f'over training: {method}' for method in part.methods))
-        sections += [f'### {factor:.3g} of the knee, {len(seeds)} seeds', render_table(head, rows)]
-    return [*sections, *_differences(plan, records), _slopes(plan, records)]
+        blocks += [Text(f'### {factor:.3g} of the knee, {len(seeds)} seeds'), Table(head, rows)]
+    return [*blocks, *_differences(plan, records), _slopes(plan, records)]
 
 
-def _differences(plan: Plan, records: Records) -> list[str]:
+def _differences(plan: Plan, records: Records) -> list[Block]:
     first = plan.lock_step.lags[0]
     compared = {
         **{f'{method}, minus lag {first}': compare_lags(plan, records, method) for method in plan.lock_step.methods},
@@ -419,12 +413,11 @@ def _differences(plan: Plan, records: Records) -> list[str]:
     for lag in plan.lock_step.lags:
         at = {name: next((one for one in found if one.label == lag), None) for name, found in compared.items()}
         rows.append((str(lag), *(_difference(plan, one) if one else '' for one in at.values())))
-    return [
-        '### Differences at the knee, paired by seed',
-        render_table(('lag', *compared), rows),
+    note = (
         f"Student's 95% interval. Equal: the 90% interval lies within ±{plan.margins.score:g}; worse or better: p "
-        'below 0.05 after Holm over the lags of a column.',
-    ]
+        'below 0.05 after Holm over the lags of a column.'
+    )
+    return [Text('### Differences at the knee, paired by seed'), Table(('lag', *compared), rows), Text(note)]
 
 
 def _difference(plan: Plan, one: Comparison) -> str:
@@ -435,17 +428,17 @@ def _difference(plan: Plan, one: Comparison) -> str:
     return f'{one.difference.mean:+.3f}{interval}, {one.verdict(plan.margins)}'
 
 
-def _slopes(plan: Plan, records: Records) -> str:
+def _slopes(plan: Plan, records: Records) -> Text:
     said = []
     for method in plan.lock_step.methods:
         if found := dose_slope(plan, records, method):
             mean, bounds = found
             interval = f' [{bounds.low:+.4f}, {bounds.high:+.4f}]' if bounds else ''
             said.append(f'{method} {mean:+.4f}{interval}')
-    return f'Slope of the score over log2(1 + lag): {"; ".join(said)}.' if said else ''
+    return Text(f'Slope of the score over log2(1 + lag): {"; ".join(said)}.' if said else '')
 
 
-def _natural(plan: Plan, records: Records) -> list[str]:
+def _natural(plan: Plan, records: Records) -> list[Block]:
     part = plan.natural
     rows = []
     for eta in part.etas:
@@ -462,36 +455,33 @@ def _natural(plan: Plan, records: Records) -> list[str]:
             )
         )
     head = ('eta', f'score, {" → ".join(part.methods)}', 'token age', 'oldest token', 'tokens/s')
-    sections = [
-        '## Age by eta: score, realised age and throughput',
+    note = (
         f'{len(part.seeds)} seeds; age in versions, mean over the trained tokens; tokens/s: trained, per second of the '
         'virtual clock; mismatch and drift: root mean square of the two causes of the importance ratio, in nats; cost '
-        "of the split: share of the updates' seconds that went into telling them apart.",
-        render_table((*head, 'mismatch', 'drift', 'cost of the split'), rows),
-    ]
+        "of the split: share of the updates' seconds that went into telling them apart."
+    )
     differences = [
         (f'{one.label:g}', method, _difference(plan, one))
         for method in part.methods
         for one in compare_etas(plan, records, method)
     ]
-    sections += [render_table(('eta', 'method', f'score minus eta {part.etas[0]:g}'), differences)]
-    return [*sections, *_variants(plan, records)]
+    means = Table((*head, 'mismatch', 'drift', 'cost of the split'), rows)
+    compared = Table(('eta', 'method', f'score minus eta {part.etas[0]:g}'), differences)
+    return [Text(note), means, compared, *_variants(plan, records)]
 
 
-def _variants(plan: Plan, records: Records) -> list[str]:
+def _variants(plan: Plan, records: Records) -> list[Block]:
     part = plan.natural
     rows = []
     for variant in ('', *part.variants):
         arms = eta_records(records, part.variant_method, part.variant_eta, variant)
         names = ('age', 'oldest', 'tokens_per_second', 'mismatch', 'drift')
         rows.append((variant or 'interrupted, cache recomputed', _mean(arms), *(_number(arms, name) for name in names)))
-    return [
-        f'### Ways to interrupt, {part.variant_method} at eta {part.variant_eta:g}',
-        render_table(('variant', 'score', 'token age', 'oldest token', 'tokens/s', 'mismatch', 'drift'), rows),
-    ]
+    head = ('variant', 'score', 'token age', 'oldest token', 'tokens/s', 'mismatch', 'drift')
+    return [Text(f'### Ways to interrupt, {part.variant_method} at eta {part.variant_eta:g}'), Table(head, rows)]
 
 
-def _rates(plan: Plan, records: Records) -> list[str]:
+def _rates(plan: Plan, records: Records) -> list[Block]:
     part, knees = plan.lock_step, find_rates(plan, records)
     methods = list(dict.fromkeys(part.rate_from.values()))
     means = {method: rate_means(plan, records, method) for method in methods}
@@ -500,14 +490,14 @@ def _rates(plan: Plan, records: Records) -> list[str]:
         for rate in part.rates
     ]
     chosen = ', '.join(f'{method} {rate:g}' for method, rate in knees.items())
-    return [
+    note = (
         f'Mean score at lag {part.lags[0]} over the seeds {", ".join(map(str, part.knee_seeds))}. The knee, the '
-        f'largest rate at most {part.knee_slack:g} below the best: {chosen or "not known yet"}.',
-        render_table(('learning rate', *methods), rows),
-    ]
+        f'largest rate at most {part.knee_slack:g} below the best: {chosen or "not known yet"}.'
+    )
+    return [Text(note), Table(('learning rate', *methods), rows)]
 
 
-def _pilot(plan: Plan, records: Records) -> list[str]:
+def _pilot(plan: Plan, records: Records) -> list[Block]:
     spreads, count = pilot_spreads(plan, records), len(plan.lock_step.seeds)
     rows = [
         (
@@ -518,12 +508,12 @@ def _pilot(plan: Plan, records: Records) -> list[str]:
         )
         for name, spread in spreads.items()
     ]
-    return [
+    note = (
         f'Pilot of {len(plan.lock_step.pilot_seeds)} other seeds: the smallest difference that {count} seeds show with '
         f'power {plan.margins.power:g}; and by which factor common random numbers make the standard error of the '
-        'difference smaller than seeds of their own would (below 1: larger).',
-        render_table(('difference', 'SD over seeds', 'smallest difference', 'error smaller by'), rows),
-    ]
+        'difference smaller than seeds of their own would (below 1: larger).'
+    )
+    return [Text(note), Table(('difference', 'SD over seeds', 'smallest difference', 'error smaller by'), rows)]
 
 
 def _mean(records: Sequence[Record]) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from areal_jax.checkpoint.shards import ArrayShape
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.distributed import remote_learner as remote_module
 from areal_jax.distributed.messages import Command, RemoteError, RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import CommandError, Peers, make_pair
 from areal_jax.distributed.remote_learner import CommandLeader, RemoteChannel, RemoteLearner, follow
@@ -318,7 +319,7 @@ def test_followers_write_while_commands_go_on(tmp_path, monkeypatch):
         written.append((directory, leaves))
         return {'w': []}
 
-    monkeypatch.setattr(following, 'write_shards', write)
+    monkeypatch.setattr(remote_module, 'write_shards', write)
     leader, lost, thread = _pair(_Saver(), _Saver())
     leader.save()
     (follower,) = leader.followers
@@ -338,7 +339,7 @@ def test_followers_write_while_commands_go_on(tmp_path, monkeypatch):
 def test_a_follower_that_does_not_write_is_reported_within_the_deadline(tmp_path, monkeypatch):
     answers = iter([1.5, 0])
     write = lambda directory, _: time.sleep(next(answers)) or {directory.name: []}
-    monkeypatch.setattr(following, 'write_shards', write)
+    monkeypatch.setattr(remote_module, 'write_shards', write)
     leader, lost, _ = _pair(_Saver(), _Saver(), deadline_s=0.6)
     (follower,) = leader.followers
     leader.save()

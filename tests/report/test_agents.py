@@ -1,6 +1,6 @@
 """How episodes of agents ended, and what their tools took, from the events of a run."""
 
-from areal_jax.report.agents import describe_agents, summarize_agents
+from areal_jax.report.agents import summarize_agents, tabulate_agents
 from tests.telemetry.logs import event_log
 
 
@@ -39,7 +39,7 @@ def test_ends_rows_and_tools_are_counted():
         'counts': {'retried': 3, 'x': 2},
         'cached_prompts': None,
     }
-    rows = describe_agents(found)
+    rows = tabulate_agents(found).rows
     assert rows[0] == ('episodes', '3', '3 turns and 2 rows, mean')
     assert ('rows begun for history', '2', '67%') in rows
     assert ('calls of search', '2', '2 / 3 s, median / max') in rows
@@ -54,9 +54,9 @@ def test_the_share_of_prompts_in_the_cache_is_without_what_an_interruption_compu
         finish(0, 'stop', turns=2),
     )
     assert summarize_agents(events)['cached_prompts'] == 0.6
-    assert describe_agents(summarize_agents(events))[1][:2] == ('tokens of prompts in the cache', '60%')
+    assert tabulate_agents(summarize_agents(events)).rows[1][:2] == ('tokens of prompts in the cache', '60%')
 
 
 def test_a_run_without_agents_has_no_table():
     assert summarize_agents(event_log(finish(0, 'stop'))) is None
-    assert describe_agents(None) == []
+    assert tabulate_agents(None).rows == []

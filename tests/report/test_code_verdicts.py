@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.app.run.observer import CodeChecks, evaluation_row
 from areal_jax.labels import CODE
-from areal_jax.report.engine_work import describe_code, summarize_code
+from areal_jax.report.engine_work import summarize_code, tabulate_code
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EvaluationScores, visible_only_share
 from tests.telemetry.logs import two_facts
@@ -30,14 +30,14 @@ def test_shares_of_labels_and_the_rate_of_hacks_before_and_after():
         'visible_only': {'first': 0.0, 'last': 0.5, 'mean': 0.25},
     }  # fmt: skip
     assert found['visible_only'] == {'before': 0.0, 'after': 0.75}
-    rows = {row[0]: row[1:] for row in describe_code(found)}
+    rows = {row[0]: row[1:] for row in tabulate_code(found).rows}
     assert rows['held out: passes that fail a hidden test, before and after'][:2] == ('0%', '75%')
     assert rows['CPU ms of a check'][-1] == '10'
 
 
 def test_a_run_without_code_has_no_table():
     assert summarize_code([{names.REWARD_MEAN: 1.0}], two_facts()) is None
-    assert describe_code(None) == []
+    assert tabulate_code(None).rows == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.report import engine_work as generation
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import dispatch, event_log, two_facts, two_metrics, two_updates, work
 
@@ -67,7 +67,7 @@ def test_rebuilt_tokens_are_apart_from_prompts_and_from_generated_ones():
         'prefilled': {'tokens': 50, 'seconds': pytest.approx(3)},
         'rebuilt': {'tokens': 30, 'seconds': pytest.approx(3)},
     }
-    assert generation.work_rows(work) == [
+    assert generation.tabulate_work(work).rows == [
         ('generated', '12', '5'),
         ('prompts prefilled', '50', '3'),
         ('rebuilt after an interruption or a preemption', '30', '3'),
@@ -78,7 +78,7 @@ def test_a_log_of_version_3_does_not_know_what_was_rebuilt():
     events = event_log((0, 'log', {'version': 3}), *prefill(0, 2, 1, 40), *decode(2, 5, 2, ['a'], 8))
     work = generation.engine_work(events)
     assert (work['prefilled'], work['rebuilt']) == ({'tokens': 40, 'seconds': 2}, None)
-    assert [row[0] for row in generation.work_rows(work)] == ['generated', 'prompts prefilled']
+    assert [row[0] for row in generation.tabulate_work(work).rows] == ['generated', 'prompts prefilled']
     assert generation.attention_positions(events) is None
     assert generation.describe_attention(None) == '-'
 

@@ -1,7 +1,7 @@
 """What each version took, from the events of a run."""
 
-from areal_jax.report.event_log import describe_publications, publication_rows
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.event_log import publication_rows, tabulate_publications
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import event_log, load, two_facts, two_metrics, two_updates
 
@@ -43,7 +43,7 @@ def test_each_version_has_its_bytes_its_seconds_and_its_pause():
 
 
 def test_the_table_has_a_row_for_each_kind_of_record():
-    assert describe_publications(publication_rows(EVENTS)) == [
+    assert tabulate_publications(publication_rows(EVENTS)).rows == [
         ('files, delta', '2', '50 MB, median', '4%, median', '1 / 1', 'not measured', 'not measured'),
         ('files, whole', '1', '1 GB, median', 'unknown', '2 / 2', '3 / 3', '0.5 / 0.5'),
     ]

@@ -9,11 +9,11 @@ import pytest
 from areal_jax.report.engine_work import (
     ratio_split,
     ratios_by_age,
-    split_rows,
     summarize_experts,
+    tabulate_split,
     warn_of_wrong_versions,
 )
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
@@ -70,7 +70,7 @@ def test_the_split_over_the_run_by_hand():
     assert mismatch['rms'] == pytest.approx(((10 * 0.3**2 + 30 * 0.5**2) / 40) ** 0.5)
     assert [row['of'] for row in found['by_engine']] == ['engine/0']
     assert found['by_update'][0]['parts']['drift']['rms'] == 0.5
-    names = [row[0] for row in split_rows(found)]
+    names = [row[0] for row in tabulate_split(found).rows]
     assert names[:4] == ['log π_θ - log μ', 'mismatch', 'drift', 'inside the update']
     assert names[4:] == ['mismatch, age 0', 'drift, age 0', 'drift, updates back 1', 'mismatch, engine/0']
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report, write_report
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
 
@@ -303,6 +303,6 @@ def test_telemetry_loads_nothing_heavy():
         'for m in pkgutil.iter_modules(t.__path__): importlib.import_module(f"areal_jax.telemetry.{m.name}")\n'
         'heavy = {"jax", "jaxlib", "flax", "matplotlib", "tensorboardX", "psutil", "scipy"} & set(sys.modules)\n'
         'assert not heavy, heavy\n'
-        'assert "areal_jax.report.pages.run_plots" in sys.modules'
+        'assert "areal_jax.report.pages.pictures" in sys.modules'
     )
     subprocess.run([sys.executable, '-c', program], check=True)

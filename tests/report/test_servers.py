@@ -1,7 +1,7 @@
 """The servers of a run in its report."""
 
-from areal_jax.report.aggregates import describe_servers, server_rows
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.aggregates import server_rows, tabulate_servers
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
 
@@ -24,7 +24,7 @@ def test_each_server_has_its_tokens_its_starts_and_its_failures():
         'engine': 'engine/1', 'url': 'http://a:3', 'starts': 2, 'tokens': 11, 'failures': 2,
         'last_failure': 'its log-probs differ',
     }  # fmt: skip
-    assert describe_servers([busy, idle]) == [
+    assert tabulate_servers([busy, idle]).rows == [
         ('engine/1', 'http://a:3', '11', '2', '2, the last time: its log-probs differ'),
         ('engine/0', 'http://a:2', '0', '1', '0'),
     ]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from areal_jax.events.schema import VERSION
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
-from areal_jax.report.token_fates import fate_rows, token_fates
+from areal_jax.report.token_fates import tabulate_fates, token_fates
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
 from tests.telemetry.test_token_ledger import TRAIN, decode, fates, finish, reward
 
@@ -54,8 +54,8 @@ def test_the_table_by_hand():
         'fault': '',
     }  # fmt: skip
     assert sum(found['fates'].values()) == found['generated']
-    assert fate_rows(found)[0] == ('generated', '10', '', '')
-    assert fate_rows(found)[3] == ('masked', '2', '20%', '1')
+    assert tabulate_fates(found).rows[0] == ('generated', '10', '', '')
+    assert tabulate_fates(found).rows[3] == ('masked', '2', '20%', '1')
 
 
 @pytest.mark.parametrize('finished', [True, False])
@@ -95,8 +95,8 @@ def test_servers_do_not_say_versions():
 
 def test_the_page_has_the_table():
     page = render_page(build_report(run(), rows(), two_facts()), [])
-    assert '## Tokens' in page
+    assert '## Token ledger' in page
     assert '| masked | 2 | 20% | 1 |' in page
     assert '| dropped: over_age | 1 | 10% | 0 |' in page
     assert '| trained | 1.6 | 4.38 | 0.333 | 1 | 0 |' in page  # 4 of 4 tokens, and 3 of 5: (4 + 0.6 * 5) / 1.6
-    assert '## Tokens' not in render_page(build_report(two_updates(), two_metrics(), two_facts()), [])
+    assert '## Token ledger' not in render_page(build_report(two_updates(), two_metrics(), two_facts()), [])

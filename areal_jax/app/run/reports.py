@@ -28,9 +28,10 @@ from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.aggregates import median
 from areal_jax.report.caveats import describe_unfinished, warn_of_skipped_steps
 from areal_jax.report.event_log import LaneInterval, Window, lane_intervals, load_events, of_training, window
+from areal_jax.report.pages.blocks import Table, Text, render_markdown
+from areal_jax.report.pages.headline import LABEL, summarize_run
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
-from areal_jax.report.pages.markdown_page import LABEL, summarize_run
-from areal_jax.report.pages.report_texts import describe_idle_fields, describe_prolongation
+from areal_jax.report.pages.run_page import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps, load_run, write_report
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
@@ -148,8 +149,8 @@ def describe_update(values: Mapping[str, float]) -> str:
     return f'nll {values.get("loss/nll", float("nan")):.4f}'
 
 
-def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequence[Line]) -> list[str]:
-    """Returns Markdown lines: accuracy, margin, loss of held-out pairs by update, and of the first and last batch."""
+def _tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequence[Line]) -> Table:
+    """Returns accuracy, margin, loss of held-out pairs by update, and of the first and last batch."""
     rows = [
         (f'held-out, after {step} updates', values['pair_accuracy'], values['margin'], values['preference_loss'])
         for step, values in held_out.items()
@@ -158,11 +159,8 @@ def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequenc
     for place, line in zip(('first', 'last'), batches[:1] + batches[-1:], strict=False):
         accuracy, margin, loss = (number(line, name) or 0.0 for name in _OF_BATCH)
         rows.append((f'train, {place} batch', accuracy, margin, loss))
-    return [
-        '| pairs | chosen above rejected | margin | loss |',
-        '|---|---|---|---|',
-        *(f'| {name} | {accuracy:.4f} | {margin:.4f} | {loss:.4f} |' for name, accuracy, margin, loss in rows),
-    ]
+    cells = [(name, *(f'{value:.4f}' for value in values)) for name, *values in rows]
+    return Table(('pairs', 'chosen above rejected', 'margin', 'loss'), cells)
 
 
 def read_pairs_measured(metrics: Sequence[Line]) -> dict[int, dict[str, float]]:
@@ -266,37 +264,30 @@ def _warn_of_end(facts: SftFacts) -> str:
 
 def _render(report: files.JsonObject, metrics: Sequence[Line]) -> str:
     weights, pairs = report['weights_sha256'], _are_pairs(report, metrics)
-    table = tabulate_pairs(report['held_out_pairs'], metrics) if pairs else _tabulate_likelihood(report)
-    kind = 'Preference' if pairs else 'Supervised'
-    lines = [
-        f'# {kind} training: {report["config"] or "no config file"}, seed {report["seed"]}',
-        '',
-        *(f'**Warning:** {warning}\n' for warning in report['warnings']),
-        _what_ran(report, 'pairs' if pairs else 'demonstrations'),
-        '',
-        *(f'{describe_prolongation(prolongation)}\n' for prolongation in report['prolonged']),
-        *([f'{describe_idle_fields(report["idle_fields"])}\n'] if report['idle_fields'] else []),
-        *table,
-        '',
-        f'Weights: `export/`, a Hugging Face directory; sha256 {weights}.' if weights else 'No weights were exported.',
-        '',
+    kind, noun = ('Preference', 'pairs') if pairs else ('Supervised', 'demonstrations')
+    texts = [
+        *(f'**Warning:** {warning}' for warning in report['warnings']),
+        _what_ran(report, noun),
+        *(describe_prolongation(prolongation) for prolongation in report['prolonged']),
+        describe_idle_fields(report['idle_fields']) if report['idle_fields'] else '',
     ]
-    return '\n'.join(lines)
+    table = _tabulate_pairs(report['held_out_pairs'], metrics) if pairs else _tabulate_likelihood(report)
+    end = f'Weights: `export/`, a Hugging Face directory; sha256 {weights}.' if weights else 'No weights were exported.'
+    title = f'{kind} training: {report["config"] or "no config file"}, seed {report["seed"]}'
+    return render_markdown(title, [*map(Text, texts), table, Text(end)], [])
 
 
 def _are_pairs(report: files.JsonObject, metrics: Sequence[Line]) -> bool:
     return bool(report['held_out_pairs']) or any('loss/pair_accuracy' in line for line in metrics)
 
 
-def _tabulate_likelihood(report: files.JsonObject) -> list[str]:
+def _tabulate_likelihood(report: files.JsonObject) -> Table:
     measured = [(f'held-out, after {step} updates', nll) for step, nll in report['held_out_nll'].items()] + [
         (f'train, {place} batch', nll) for place, nll in report['train_nll'].items()
     ]
-    return [
-        '| negative log-likelihood | nats per answer token |',
-        '|---|---|',
-        *(f'| {name} | {_format_nll(nll)} |' for name, nll in measured),
-    ]
+    return Table(
+        ('negative log-likelihood', 'nats per answer token'), [(name, _format_nll(nll)) for name, nll in measured]
+    )
 
 
 def _what_ran(report: files.JsonObject, noun: str) -> str:

@@ -34,8 +34,10 @@ from areal_jax.app.sweep.endpoints import (
 )
 from areal_jax.errors import UserError
 from areal_jax.installation import find_command
-from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure, smoothing_window
-from areal_jax.report.pages.web_page import Look, choose_looks
+from areal_jax.report.pages.blocks import Block, Items, Line, Section, Table, Text, render_markdown, show_pictures
+from areal_jax.report.pages.colors import Look, choose_looks
+from areal_jax.report.pages.curves import moving_mean, smoothing_window
+from areal_jax.report.pages.pictures import DIRECTORY, MARKERS, draw_lines, label_axes, make_figure, save_figure
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.report.statistics import Interval, cluster_interval
 from areal_jax.telemetry.metrics import FILE as METRICS
@@ -44,7 +46,6 @@ from areal_jax.telemetry.progress import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Comparison:
     """A group compared with the first one, over the seeds that have finished in both."""
 
     endpoint: str
+    baseline: str  # the first group
     group: str
     difference: PairedDifference
     holm_p: float | None  # over the groups that are compared by this endpoint
@@ -153,7 +155,8 @@ def _compare(groups: Sequence[GroupResult]) -> list[Comparison]:
         tested = {name: difference.p for name, difference in differences.items() if difference.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         found += [
-            Comparison(endpoint.name, name, difference, adjusted.get(name)) for name, difference in differences.items()
+            Comparison(endpoint.name, groups[0].name, name, difference, adjusted.get(name))
+            for name, difference in differences.items()
         ]
     return found
 
@@ -176,75 +179,65 @@ def _pair(endpoint: Endpoint, first: GroupResult, second: GroupResult) -> tuple[
 
 RESULTS, DIFFERENCES = 'results.csv', 'differences.csv'
 _HEAD = ('row', 'group', 'arm', 'seed', 'seeds', 'state', 'updates', 'planned_updates', 'reason')
+_PAIRING = ('r', 'seeds_factor', 'error_factor', 'paired_error', 'unpaired_error')  # attributes of Pairing
 _DIFFERENCE_HEAD = (
-    *(
-        'endpoint',
-        'baseline',
-        'group',
-        'seeds',
-        'difference',
-        't_low',
-        't_high',
-        'bootstrap_low',
-        'bootstrap_high',
-        'p',
-    ),
-    *('p_holm', 'r', 'seeds_factor', 'error_factor', 'paired_error', 'unpaired_error'),
+    *('endpoint', 'baseline', 'group', 'seeds', 'difference', 't_low', 't_high', 'bootstrap_low', 'bootstrap_high'),
+    *('p', 'p_holm', *_PAIRING),
 )
 
 
 def write_tables(results: Results, workdir: pathlib.Path) -> None:
     """Writes both files, each whole or not at all."""
-    endpoints = [endpoint.name for endpoint in results.endpoints]
-    fields = list(dict.fromkeys(path for result in results.arms for path in result.arm.overrides))
-    head = [*_HEAD, *fields, *endpoints, 'weights_sha256']
-    rows = [row for group in results.groups for row in _group_rows(group, fields, endpoints)]
+    fields = dict.fromkeys(path for result in results.arms for path in result.arm.overrides)
+    head = [*_HEAD, *fields, *(endpoint.name for endpoint in results.endpoints), 'weights_sha256']
+    rows = [row for group in results.groups for row in _group_rows(group)]
     files.write_text(workdir / RESULTS, _render(head, rows))
-    files.write_text(workdir / DIFFERENCES, _render(_DIFFERENCE_HEAD, list(_difference_rows(results))))
+    files.write_text(workdir / DIFFERENCES, _render(_DIFFERENCE_HEAD, [*map(_row_of, results.comparisons)]))
 
 
-def _group_rows(group: GroupResult, fields: list[str], endpoints: list[str]) -> Iterator[list[object]]:
+def _group_rows(group: GroupResult) -> Iterator[Mapping[str, object]]:
     for result in group.arms:
         arm, state = result.arm, result.state
-        head = [
-            *('arm', group.name, arm.name, arm.seed, '', state.word, state.updates, arm.config.run.steps, state.reason)
-        ]
-        values = [result.values.get(name, '') for name in endpoints]
-        yield [*head, *(arm.overrides.get(path, '') for path in fields), *values, result.weights]
-    finished = len(group.finished)
+        values = (
+            'arm',
+            group.name,
+            arm.name,
+            arm.seed,
+            '',
+            state.word,
+            state.updates,
+            arm.config.run.steps,
+            state.reason,
+        )
+        head = dict(zip(_HEAD, values, strict=True))
+        yield {**head, **arm.overrides, **result.values, 'weights_sha256': result.weights}
     for row in ('mean', 'low', 'high'):
-        means = [getattr(group.means[name], row) if name in group.means else '' for name in endpoints]
-        yield [row, group.name, '', '', finished, *[''] * 4, *[''] * len(fields), *means, '']
+        means = {name: getattr(mean, row) for name, mean in group.means.items()}
+        yield {'row': row, 'group': group.name, 'seeds': len(group.finished), **means}
 
 
-def _difference_rows(results: Results) -> Iterator[list[object]]:
-    for comparison in results.comparisons:
-        found = comparison.difference
-        pairing = found.pairing
-        yield [
-            *(comparison.endpoint, results.groups[0].name, comparison.group, found.n, found.mean),
-            *((found.t.low, found.t.high) if found.t else ('', '')),
-            *((found.bootstrap.low, found.bootstrap.high) if found.bootstrap else ('', '')),
-            *('' if p is None else p for p in (found.p, comparison.holm_p)),
-            *((pairing.r, pairing.seeds_factor, pairing.error_factor) if pairing else ('', '', '')),
-            *((pairing.paired_error, pairing.unpaired_error) if pairing else ('', '')),
-        ]
+def _row_of(comparison: Comparison) -> Mapping[str, object]:
+    found, pairing = comparison.difference, comparison.difference.pairing
+    bounds = (found.t, found.bootstrap)
+    ends = [end for one in bounds for end in ((one.low, one.high) if one else (None, None))]
+    gains = [getattr(pairing, name, None) for name in _PAIRING]
+    values = (comparison.endpoint, comparison.baseline, comparison.group, found.n, found.mean, *ends)
+    return dict(zip(_DIFFERENCE_HEAD, (*values, found.p, comparison.holm_p, *gains), strict=True))
 
 
-def _render(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def _render(head: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(head)
-    writer.writerows([['' if cell is None else cell for cell in row] for row in rows])
+    writer = csv.DictWriter(text, head, extrasaction='ignore', lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(rows)  # None and what a row lacks are empty cells
     return text.getvalue()
 
 
 # Plots of a sweep: curves with bands over seeds, and every endpoint with its seeds.
 
 
-DIRECTORY = 'plots'
 _WIDTH = 13  # inches
-_STYLES, _MARKERS = ('-', '--', ':', '-.'), ('o', 's', '^', 'D')  # by the number of a look
+_MARKERS = tuple(MARKERS.values())  # by the number of a look
 _PLACES = 200  # along an axis, at which a band is drawn
 _PANELS = 3  # of endpoints in a row
 _FEW = 4  # groups; with more, bands are fainter
@@ -286,44 +279,29 @@ def _plot_curves(
     results: Results, path: pathlib.Path, take: Callable[[ArmRecord], Curve], smoothing: int, label: str
 ) -> bool:
     """Draws one panel for each of _AXES. Returns False if there is no data, and so no file."""
-    curves = {
-        index: [
-            take(result.record) for result in group.finished if result.record and len(take(result.record).values) > 1
-        ]
-        for index, group in enumerate(results.groups)
-    }
-    if not any(curves.values()):
-        return False
+    records = {group.name: [result.record for result in group.finished if result.record] for group in results.groups}
     field, looks = group_looks(results)
+    curves = {name: [curve for curve in map(take, records[name]) if len(curve.values) > 1] for name in looks}
+    curves = {name: found for name, found in curves.items() if found}
+    if not curves:
+        return False
     figure = make_figure(5.2, _WIDTH)
     panels = figure.subplots(1, len(_AXES), sharey=True)
-    alpha = 0.15 if sum(map(bool, curves.values())) <= _FEW else 0.06
     for axes, (axis, x) in zip(panels, _AXES.items(), strict=True):
-        for index, found in curves.items():
-            if not found:
-                continue
-            places, mean, low, high = band(found, axis, smoothing)
-            name = results.groups[index].name
-            color, style = looks[name]
-            line = {'color': color, 'linestyle': _STYLES[style % len(_STYLES)], 'label': f'{name} ({len(found)})'}
-            axes.plot(places, mean, linewidth=2, **line)
-            axes.fill_between(places, low, high, color=color, alpha=alpha, linewidth=0)
+        lines = []
+        for name, found in curves.items():
+            places, mean, low, high = (values.tolist() for values in band(found, axis, smoothing))
+            lines.append(Line(f'{name} ({len(found)})', places, mean, *looks[name], lows=low, highs=high))
+        draw_lines(axes, lines, band=0.15 if len(curves) <= _FEW else 0.06)
         axes.locator_params(axis='x', nbins=5)
         label_axes(axes, f'over {axis}', x, label if axis == 'updates' else '')
-    _draw_legend(figure, panels[0], field, list(looks))
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc='outside right upper',
+        title=f'colours: {field}' if field else None, frameon=False, fontsize=9, title_fontsize=9,
+    )  # fmt: skip
     figure.suptitle('Mean over the seeds (their number in brackets); band: lowest to highest seed', fontsize=12)
     save_figure(figure, path)
     return True
-
-
-def _draw_legend(figure: Figure, axes: Axes, field: str, names: Sequence[str]) -> None:
-    """Draws the legend next to the panels, in the order of the looks; its title is the field that colours follow."""
-    handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: names.index(labels[index].rpartition(' (')[0]))
-    figure.legend(
-        [handles[index] for index in order], [labels[index] for index in order], loc='outside right upper',
-        title=f'colours: {field}' if field else None, frameon=False, fontsize=9, title_fontsize=9,
-    )  # fmt: skip
 
 
 def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
@@ -383,23 +361,19 @@ _MOST_GROUPS = 12  # on the last screen
 
 def render_page(results: Results, pictures: Sequence[str]) -> str:
     """Renders the page as Markdown; `pictures` are paths relative to the page."""
+    names = [endpoint.name for endpoint in results.endpoints]
+    arms = Table(('arm', 'seed', 'state', *names, 'weights'), [_arm_row(results, result) for result in results.arms])
+    meanings = Items([f'`{endpoint.name}`: {endpoint.meaning}' for endpoint in results.endpoints])
+    note = Text('Means with 95% intervals (Student), over the seeds that have finished.')
+    first = f'Differences to {results.groups[0].name if results.groups else "the first group"}, paired by seed'
     sections = [
-        '# Results of a sweep',
-        _what_ran(results),
-        *_unfinished(results),
-        '## Means over seeds',
-        _means(results),
-        'Means with 95% intervals (Student), over the seeds that have finished.',
-        *_differences(results),
-        *(f'![{picture}]({picture})' for picture in pictures),
-        '## Arms',
-        render_table(
-            ('arm', 'seed', 'state', *(e.name for e in results.endpoints), 'weights'),
-            [_arm_row(results, result) for result in results.arms],
-        ),
-        '\n'.join(f'- `{endpoint.name}`: {endpoint.meaning}' for endpoint in results.endpoints),
+        Section('unfinished', 'Arms that have not finished, or trained nothing', _unfinished(results)),
+        Section('means', 'Means over seeds', [_means(results), note]),
+        Section('differences', first, _differences(results)),
+        show_pictures(pictures),
+        Section('arms', 'Arms', [arms, meanings]),
     ]
-    return '\n\n'.join(section for section in sections if section) + '\n'
+    return render_markdown('Results of a sweep', [_what_ran(results)], sections)
 
 
 def summarize_sweep(results: Results, workdir: pathlib.Path) -> list[str]:
@@ -438,16 +412,16 @@ def describe_missing(results: Sequence[ArmResult]) -> str:
     return f'{len(missing)} of {len(results)} arms {"has" if len(missing) == 1 else "have"} not finished: {named}'
 
 
-def _what_ran(results: Results) -> str:
+def _what_ran(results: Results) -> Text:
     finished = sum(result.state.is_finished for result in results.arms)
     seeds = len({result.arm.seed for result in results.arms})
-    return (
+    return Text(
         f'`{results.source}`: {len(results.arms)} arms, of which {finished} have finished; {len(results.groups)} '
         f'groups of arms that differ in seed only, {seeds} seeds.'
     )
 
 
-def _unfinished(results: Results) -> list[str]:
+def _unfinished(results: Results) -> list[Block]:
     """Lists the arms that have not finished, and finished arms that lack something."""
     rows = [
         (
@@ -461,40 +435,36 @@ def _unfinished(results: Results) -> list[str]:
     ]
     if not rows:
         return []
-    return [
-        '## Arms that have not finished, or trained nothing',
-        render_table(('arm', 'state', 'updates', 'why'), rows),
-        'No mean and no difference below has an unfinished arm in it.',
-    ]
+    table = Table(('arm', 'state', 'updates', 'why'), rows)
+    return [table, Text('No mean and no difference below has an unfinished arm in it.')]
 
 
-def _means(results: Results) -> str:
+def _means(results: Results) -> Table:
     rows = [
         (group.name, _seeds(group), *(_interval(group.means.get(e.name)) for e in results.endpoints))
         for group in results.groups
     ]
-    return render_table(('group', 'seeds', *(e.name for e in results.endpoints)), rows)
+    return Table(('group', 'seeds', *(e.name for e in results.endpoints)), rows)
 
 
-def _differences(results: Results) -> list[str]:
+def _differences(results: Results) -> list[Block]:
     if not results.comparisons:
         return []
     first = results.groups[0].name
-    sections = [
-        f'## Differences to {first}, paired by seed',
+    head = ('group', 'seeds', 'difference', 't', 'BCa', 'p', 'p (Holm)', 'r', 'standard error smaller by')
+    text = (
         f'Group minus {first} on the same seeds, which have prompts, initial weights and sampling noise in common. t: '
         '95% interval of Student; BCa: of the bias-corrected and accelerated bootstrap, from 5 seeds on; p: Student, '
         'two-sided, and after Holm over the groups. r: correlation over seeds; the standard error is smaller than with '
-        'seeds of its own for each arm by the factor in the last column.',
-    ]
+        'seeds of its own for each arm by the factor in the last column.'
+    )
+    blocks: list[Block] = [Text(text)]
     for endpoint in results.outcomes:
         found = [comparison for comparison in results.comparisons if comparison.endpoint == endpoint.name]
-        if not found:
-            continue
-        head = ('group', 'seeds', 'difference', 't', 'BCa', 'p', 'p (Holm)', 'r', 'standard error smaller by')
-        sections += [f'### {endpoint.name}', render_table(head, [_difference_row(comparison) for comparison in found])]
-        sections += [describe_pairing([c.difference.pairing for c in found if c.difference.pairing])]
-    return sections
+        if found:
+            blocks += [Text(f'### {endpoint.name}'), Table(head, [_difference_row(comparison) for comparison in found])]
+            blocks.append(Text(describe_pairing([c.difference.pairing for c in found if c.difference.pairing])))
+    return blocks
 
 
 def _difference_row(comparison: Comparison) -> tuple[str, ...]:
@@ -551,9 +521,3 @@ def _number(value: float | None) -> str:
 
 def _signed(value: float) -> str:
     return f'{value:+.3f}' if abs(value) < 10 else f'{value:+.4g}'
-
-
-def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Renders a Markdown table."""
-    lines = [head, ['---'] * len(head), *rows]
-    return '\n'.join(f'| {" | ".join(cell.replace("|", "/") for cell in line)} |' for line in lines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 from areal_jax.events.schema import Event, FinishEvent
@@ -15,6 +15,7 @@ from areal_jax.labels import SCORED
 from areal_jax.report.aggregates import EngineMismatch, MeanMax, Metrics, mismatch
 from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.event_log import Window, busy_share, group_by_lane, lane_intervals
+from areal_jax.report.pages.blocks import Table, tabulate
 from areal_jax.telemetry.progress import format_number, format_percent
 from areal_jax.types import NOT_GENERATED, UNSCORED
 
@@ -102,12 +103,6 @@ def _read_key(request: str) -> _Key:
     """Parses 'SEED/DRAW/SAMPLE', which the row of an episode may follow."""
     _, draw, sample, *_ = request.split('/')
     return int(draw), int(sample)
-
-
-HEAD = (
-    'class of engines', 'engines', 'tokens generated', 'share', 'tokens a second', 'idle', 'age, mean', 'oldest',
-    'mismatch, mean (nats)', 'left out',
-)  # fmt: skip
 
 
 class ClassRow(TypedDict):
@@ -226,23 +221,21 @@ def _join_mismatch(found: Sequence[EngineMismatch]) -> EngineMismatch | None:
     return {'mean': sum(mean * count for mean, count in known) / total, 'n': total} if total else None
 
 
-def class_rows(rows: Sequence[ClassRow]) -> list[tuple[str, ...]]:
-    """Rows of the page's table of classes."""
-    return [
-        (
-            row['hardware'],
-            str(row['engines']),
-            str(row['tokens']),
-            format_percent(row['share']),
-            format_number(row['tokens_per_second']),
-            format_percent(row['idle']),
-            format_number(row['age']['mean']),
-            format_number(row['age']['max']),
-            format_number(row['mismatch']['mean'] if row['mismatch'] else None),
-            f'{format_percent(row["left_out"])} of the time' if row['times_left_out'] else '-',
-        )
-        for row in rows
-    ]
+def tabulate_classes(rows: Sequence[ClassRow]) -> Table:
+    """Returns the page's table of classes."""
+    columns: dict[str, Callable[[ClassRow], str]] = {
+        'class of engines': lambda row: row['hardware'],
+        'engines': lambda row: str(row['engines']),
+        'tokens generated': lambda row: str(row['tokens']),
+        'share': lambda row: format_percent(row['share']),
+        'tokens a second': lambda row: format_number(row['tokens_per_second']),
+        'idle': lambda row: format_percent(row['idle']),
+        'age, mean': lambda row: format_number(row['age']['mean']),
+        'oldest': lambda row: format_number(row['age']['max']),
+        'mismatch, mean (nats)': lambda row: format_number(row['mismatch']['mean'] if row['mismatch'] else None),
+        'left out': lambda row: f'{format_percent(row["left_out"])} of the time' if row['times_left_out'] else '-',
+    }
+    return tabulate(rows, columns)
 
 
 def describe_left_out(rows: Sequence[ClassRow]) -> str:

@@ -7,11 +7,13 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from areal_jax.errors import UserError
-from areal_jax.report.pages import charts as figures
-from areal_jax.report.pages.markdown_page import render_part, tell_headline
-from areal_jax.report.pages.report_texts import Items, Parts, Table, Text, tell_parts
-from areal_jax.report.pages.run_plots import CURVES, SPLIT, Curve, curve_points
-from areal_jax.report.pages.web_page import Absent, Block, Grid, Look, Section, choose_looks, render_web_page
+from areal_jax.report.pages import charts
+from areal_jax.report.pages.blocks import Absent, Block, Grid, Items, Section, Table, Text, render_markdown
+from areal_jax.report.pages.colors import Look, choose_looks
+from areal_jax.report.pages.curves import CURVES, SPLIT, Curve, curve_points
+from areal_jax.report.pages.headline import tell_headline
+from areal_jax.report.pages.run_page import Charts, tell_sections, tell_what_ran
+from areal_jax.report.pages.web_page import render_web_page
 from areal_jax.report.run_record import Run, read_fields
 from areal_jax.telemetry.progress import format_number
 
@@ -21,11 +23,10 @@ MISSING = '-'
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     runs: Mapping[str, Run]  # by distinguishing name
-    parts: Mapping[str, Parts]
     headline: Table
     caveats: Items
     differences: Table | Text  # of the configs
-    tables: Sequence[tuple[str, Table]]  # title and table; empty tables are left out
+    tables: Sequence[Table]  # without empty ones
 
 
 def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
@@ -49,28 +50,51 @@ def compare(runs: Mapping[str, Run]) -> Comparison:
                 f'--compare got the run {first} with version {version} of the event log and {name} with version '
                 f'{other}, which do not count the same things; compare runs of one version'
             )
-    parts = {name: tell_parts(run.report) for name, run in runs.items()}
     return Comparison(
         runs=runs,
-        parts=parts,
         headline=join_tables({name: _headline(run) for name, run in runs.items()}),
-        caveats=Items([f'{name}: {caveat}' for name, of in parts.items() for caveat in of.warnings.items]),
+        caveats=Items([f'{name}: {caveat}' for name, run in runs.items() for caveat in run.report['warnings']]),
         differences=_differences({name: read_fields(run.workdir) for name, run in runs.items()}),
-        tables=[(title, table) for title, table in _tables(parts) if table],
+        tables=_join_all([_tables(run) for run in runs.values()], list(runs)),
     )
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """Markdown for the terminal."""
-    sections = [
-        '## At a glance',
-        render_part(comparison.headline),
-        *(['## Caveats', render_part(comparison.caveats)] if comparison.caveats else []),
-        '## Config',
-        render_part(comparison.differences),
-        *(text for title, table in comparison.tables for text in (f'## {title}', render_part(table))),
+    """Returns Markdown for the terminal."""
+    return render_markdown(_title(comparison), [], _tell_sections(comparison)).rstrip()
+
+
+def render_comparison_page(comparison: Comparison) -> str:
+    """Returns the page; needs Bokeh."""
+    texts = [(name, tell_what_ran(run.report).text.replace('`', '')) for name, run in comparison.runs.items()]
+    field, looks = choose_looks({name: read_fields(run.workdir) for name, run in comparison.runs.items()})
+
+    def draw(section: str) -> Iterator[Block]:
+        if section == 'curves':
+            yield Text(f'The colours of the runs follow `{field}`, from dark to light.' if field else '')
+            yield from _curves(comparison, looks)
+        else:
+            yield from _ages(comparison, looks) if section == 'ages' else _ledger(comparison)
+
+    sections = _tell_sections(comparison, draw)
+    return render_web_page(_title(comparison), [Table(('run', 'what ran'), texts)], sections)
+
+
+def _title(comparison: Comparison) -> str:
+    return f'Comparison of {len(comparison.runs)} runs'
+
+
+def _tell_sections(comparison: Comparison, charts: Charts = lambda section: ()) -> list[Section]:
+    numbers = [block for table in comparison.tables for block in (Text(f'{table.title}:'), table)]
+    return [
+        Section('headline', 'At a glance', [comparison.headline]),
+        Section('warnings', 'Caveats', [comparison.caveats or Absent('No run has a caveat.')]),
+        Section('config', 'Config fields that differ', [comparison.differences]),
+        Section('curves', 'Curves', [*charts('curves')]),
+        Section('ages', 'Age of the trained tokens', [*charts('ages')]),
+        Section('ledger', 'Token ledger', [*charts('ledger')]),
+        Section('numbers', 'Numbers', numbers),
     ]
-    return '\n\n'.join(sections)
 
 
 def join_tables(tables: Mapping[str, Table]) -> Table:
@@ -84,17 +108,19 @@ def _headline(run: Run) -> Table:
     return Table(('', ''), [(tile.question, tile.answer) for tile in tell_headline(run.report)])
 
 
-def _tables(parts: Mapping[str, Parts]) -> list[tuple[str, Table]]:
-    titled = {
-        'Held-out accuracy': 'accuracy', 'Evaluation beside training': 'evaluation', 'Learning': 'learning',
-        'Staleness and interruption': 'staleness', 'Ratios by age': 'ratios', 'Token ledger': 'fates',
-        'Importance ratio by cause (nats)': 'split', 'Censoring': 'answers', 'Lane seconds an update': 'time',
-        'Experts': 'routes',
-        'Work of the engines': 'work', 'Rates': 'rates', 'Memory': 'memory', 'Groups': 'groups',
-    }  # fmt: skip
+def _tables(run: Run) -> dict[str, Table]:
+    """Returns the tables of a run that are compared, by title."""
+    blocks = (block for section in tell_sections(run.report) for block in section.blocks)
+    return {block.title: block for block in blocks if isinstance(block, Table) and block.title and block}
+
+
+def _join_all(tables: Sequence[Mapping[str, Table]], names: Sequence[str]) -> list[Table]:
+    nothing = Table((), ())
     return [
-        (title, join_tables({name: getattr(of, field) for name, of in parts.items()}))
-        for title, field in titled.items()
+        dataclasses.replace(
+            join_tables({name: own.get(title, nothing) for name, own in zip(names, tables, strict=True)}), title=title
+        )
+        for title in _in_order([list(own) for own in tables])
     ]
 
 
@@ -138,31 +164,7 @@ def _shortest(path: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
     return str(path)
 
 
-def render_comparison_page(comparison: Comparison) -> str:
-    """The page; needs Bokeh."""
-    what_ran = Table(
-        ('run', 'what ran'), [(name, of.what_ran.text.replace('`', '')) for name, of in comparison.parts.items()]
-    )
-    field, looks = choose_looks({name: read_fields(run.workdir) for name, run in comparison.runs.items()})
-    ordered = [Text(f'The colours of the runs follow `{field}`, from dark to light.')] if field else []
-    sections = [
-        Section('headline', 'At a glance', [comparison.headline]),
-        Section('warnings', 'Caveats', [comparison.caveats or Absent('No run has a caveat.')]),
-        Section('config', 'Config fields that differ', [comparison.differences]),
-        Section('curves', 'Curves', [*ordered, *_curves(comparison, looks)]),
-        Section('ages', 'Age of the trained tokens', list(_ages(comparison, looks))),
-        Section('ledger', 'Token ledger', list(_ledger(comparison))),
-        Section('numbers', 'Numbers', [block for title, table in comparison.tables for block in _titled(title, table)]),
-    ]
-    return render_web_page(f'Comparison of {len(comparison.runs)} runs', [what_ran], sections)
-
-
-def _titled(title: str, table: Table) -> tuple[Block, Block]:
-    return Text(f'{title}:'), table
-
-
 def _curves(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block]:
-    updates = figures.new_updates()
     drawn, missing, equal = {}, [], []
     for curve in (*CURVES, *_parts_of(SPLIT)):
         label, metric = curve.metrics[0]
@@ -175,7 +177,7 @@ def _curves(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block
             equal.append(f'{curve.title} ({format_number(known[0])})')
         else:
             unit = ', '.join(filter(None, (label, curve.unit)))
-            drawn[curve.name] = figures.draw_curve(dataclasses.replace(curve, unit=unit), points, updates, looks)
+            drawn[curve.name] = charts.build_curve(dataclasses.replace(curve, unit=unit), points, looks)
     yield Grid(drawn) if drawn else Absent('No run has published an update.')
     if equal:
         yield Absent(f'The same in all runs and updates: {", ".join(equal)}.')
@@ -196,7 +198,7 @@ def _ages(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block]:
         histograms = {of: comparison.runs[of].report['token_age_histograms'] for of in looks}
         runs = {of: dict(histogram[key]) for of, histogram in histograms.items()}  # type: ignore[literal-required]
         if any(runs.values()):
-            chart = figures.draw_histogram(f'Age in {name}', unit, list(runs.items()), looks)
+            chart = charts.build_histogram(f'Age in {name}', unit, list(runs.items()), looks)
             yield Grid({f'age_in_{key}': chart})
         else:
             yield Absent(f'No run has ages in {name}.')
@@ -205,6 +207,6 @@ def _ages(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block]:
 def _ledger(comparison: Comparison) -> Iterator[Block]:
     known = {name: fates for name, run in comparison.runs.items() if (fates := run.report['token_fates'])}
     if known:
-        yield Grid({'fates': figures.draw_fate_shares(known)})
+        yield Grid({'fates': charts.build_fate_shares(known)})
     if missing := [name for name in comparison.runs if name not in known]:
         yield Absent(f'Without a ledger, because an earlier program wrote a part of the log: {", ".join(missing)}.')

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from areal_jax.report.aggregates import Metrics, total, weighted_mean
+from areal_jax.report.pages.blocks import Table
 from areal_jax.telemetry import names
 from areal_jax.telemetry.energy_accounting import METERS
 from areal_jax.telemetry.energy_meters import DECODE, IDLE, MODELLED, NVML, STATES, EnergyFacts
 from areal_jax.telemetry.metrics import Line, number
 from areal_jax.telemetry.progress import format_number, format_percent
 
-HEAD = ('energy', '')
 _UNITS = (('MJ', 1e6), ('kJ', 1e3), ('J', 1.0))
 USEFUL = 'trained tokens of applied optimizer steps whose advantage is not 0'
 NOT_FILTERED = (
@@ -136,10 +136,12 @@ def _idle_share(whole: Sequence[Line]) -> Range | None:
     return {'low': low / (low + busy_high), 'value': idle / modelled, 'high': high / (high + busy_low)}
 
 
-def energy_rows(energy: EnergySummary | None) -> list[tuple[str, ...]]:
-    """Rows of the table under HEAD; [] without energy accounting."""
-    if energy is None:
-        return []
+def tabulate_energy(energy: EnergySummary | None) -> Table:
+    """Returns the page's table; empty without energy accounting."""
+    return Table(('energy', ''), _rows(energy) if energy else [])
+
+
+def _rows(energy: EnergySummary) -> list[tuple[str, ...]]:
     by_token, seconds = energy['by_token'], energy['device_seconds']
     rows: list[tuple[str, ...]] = [
         (f'joules of {energy["updates"]} updates, all sources', format_range(energy['joules'])),

@@ -6,193 +6,27 @@ its button is set; the colours of the charts change with it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
-import itertools
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from areal_jax.installation import describe_install
-from areal_jax.report.pages.report_texts import Items, Part, Table, Text
+from areal_jax.report.pages.blocks import Block, Grid, Section, Tone
+from areal_jax.report.pages.colors import dark_colors
+from areal_jax.report.pages.figures import draw_chart, new_updates
+from areal_jax.report.pages.slot_figure import draw_slots
+from areal_jax.report.pages.slot_timeline import SlotChart
 
 if TYPE_CHECKING:
     import jinja2
     import markupsafe
     from bokeh.models import UIElement
 
-    from areal_jax.report.pages.markdown_page import Tile, Tone
-
-
-# Colours of Okabe and Ito, distinguishable with any kind of colour vision; some are darker, for a white page.
-BLUE, VERMILION, GREEN, AMBER, GREY = '#0072B2', '#D55E00', '#008F68', '#AD7A00', '#777777'
-PALETTE = (BLUE, VERMILION, GREEN, AMBER, '#B5578F', '#3388BB', GREY, '#000000')
-SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')  # of viridis
-FATES = {
-    'trained': GREEN,
-    'filtered': '#8A8F98',
-    'masked': '#C98A00',
-    'unused': '#B5A400',
-    'unfinished': '#3388BB',
-}
-DROPS = ('#D55E00', '#B5578F', '#8C510A', '#7B3294', '#B2182B')  # by reason
-INK, TEXT, LINE, GRID = '#1C2026', '#4A525C', '#8A929C', '#E3E6EA'  # of axes and labels
-PAGE, DARK_PAGE = '#FFFFFF', '#15181D'
-_LIGHTEST, _DARKEST = 0.84, 0.32  # places on viridis still visible on a white and on a dark page
-_ON_DARK = {
-    BLUE: '#5BB5F0', VERMILION: '#FF9451', GREEN: '#2BCB9B', AMBER: '#F0B429', '#B5578F': '#EE9FCB',
-    '#3388BB': '#9AD4F5', GREY: '#A6ADB5', INK: '#E8EBEF', TEXT: '#B9C1CB', LINE: '#6B737D', GRID: '#2B3138',
-    '#000000': '#F4F6F8', 'black': '#F4F6F8', 'white': DARK_PAGE, '#8A8F98': '#8A8F98', '#C98A00': '#F0B429',
-    '#B5A400': '#E5D84A', '#8C510A': '#C98B4B', '#7B3294': '#B98BD0', '#B2182B': '#F0707C',
-}  # fmt: skip
-
-Look = tuple[str, int]  # colour, number of the line's style
-
-
-def shade_at(place: float) -> str:
-    """The colour of viridis at `place`, from 0 (dark) to 1 (light)."""
-    at = min(1.0, max(0.0, place)) * (len(SHADES) - 1)
-    low = min(int(at), len(SHADES) - 2)
-    mixed = (
-        round(first + (at - low) * (second - first))
-        for first, second in zip(channels(SHADES[low]), channels(SHADES[low + 1]), strict=True)
-    )
-    return '#' + ''.join(f'{channel:02x}' for channel in mixed)
-
-
-def order_shades(count: int) -> list[str]:
-    """Colours of `count` values in ascending order, for a white page."""
-    return [shade_at(_LIGHTEST * index / max(1, count - 1)) for index in range(count)]
-
-
-@functools.cache
-def dark_colors() -> dict[str, str]:
-    """The colour on a dark page for each colour of this module, including `order_shades` of up to 24 values."""
-    places = {index / max(1, count - 1) for count in range(1, 25) for index in range(count)}
-    ordered = {shade_at(_LIGHTEST * place): shade_at(_DARKEST + (1 - _DARKEST) * place) for place in places}
-    return {color.lower(): other for color, other in {**ordered, **_ON_DARK}.items()}
-
-
-def choose_looks(members: Mapping[str, Mapping[str, object]]) -> tuple[str, dict[str, Look]]:
-    """Chooses the look of each member by its config fields: shades in the order of a numeric field that differs.
-
-    Returns (field, looks); ('', palette looks) if no numeric field orders the members. Members with equal values of
-    the field share a colour and differ in line style; looks are in the field's order. `run.seed` is never chosen.
-    """
-    field = _ordering_field(members)
-    if not field:
-        return '', {name: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, name in enumerate(members)}
-    values = sorted({float(str(fields[field])) for fields in members.values()})
-    shades = dict(zip(values, order_shades(len(values)), strict=True))
-    styles = {value: itertools.count() for value in values}
-    ranks = sorted(((name, float(str(fields[field]))) for name, fields in members.items()), key=lambda rank: rank[1])
-    return field, {name: (shades[value], next(styles[value])) for name, value in ranks}
-
-
-def channels(color: str) -> tuple[int, int, int]:
-    """Red, green and blue of '#rrggbb'."""
-    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
-
-
-def _ordering_field(members: Mapping[str, Mapping[str, object]]) -> str:
-    """The numeric field with most values, if it has three or more or is the only field that differs; else ''.
-
-    Among equals, the first field that ascends in the order of the members.
-    """
-    if len(members) < 2:
-        return ''
-    shared = [name for name in next(iter(members.values())) if all(name in fields for fields in members.values())]
-    found = {name: {str(fields[name]) for fields in members.values()} for name in shared if name != 'run.seed'}
-    different = {name: values for name, values in found.items() if len(values) > 1}
-    ordered = {name: values for name, values in different.items() if all(map(_is_number, values))}
-    ascends = {name: _ascends([float(str(fields[name])) for fields in members.values()]) for name in ordered}
-    best = max(ordered, key=lambda name: (len(ordered[name]), ascends[name]), default='')
-    return best if best and (len(ordered[best]) > 2 or len(different) == 1) else ''
-
-
-def _ascends(values: Sequence[float]) -> bool:
-    return list(values) == sorted(values)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) == float(text)
-    except ValueError:
-        return False
-
-
 LIBRARY, EXTRA = 'bokeh', 'plots'
 _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """An entry of a legend; a click on it hides the glyphs that have the name of the key."""
-
-    label: str
-    color: str
-    look: str = 'box'  # box, solid, dashed, dotted, dotdash, diamond, cross
-    name: str = ''  # the glyphs' name; '' = nothing to hide
-
-    @property
-    def dark(self) -> str:
-        """The colour on a dark page."""
-        return dark_colors().get(self.color.lower(), self.color)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """A figure with its words and its numbers."""
-
-    figure: UIElement
-    title: str
-    unit: str
-    alt: str  # the content in words, for screen readers
-    table: Table  # its numbers, opened at a click; empty if another table of the page has them
-    caption: str = ''
-    wide: bool = False  # over two columns of a grid
-    keys: Sequence[Key] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Charts side by side, by name; a single chart has the whole width."""
-
-    charts: Mapping[str, Chart]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """The headline."""
-
-    tiles: Sequence[Tile]
-
-
-@dataclasses.dataclass(frozen=True)
-class Absent:
-    """The reason why there is nothing to show."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Folded:
-    """A table that opens at a click."""
-
-    title: str
-    table: Table
-
-
-Block: TypeAlias = Part | Grid | Tiles | Absent | Folded
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    name: str  # of the anchor
-    title: str
-    blocks: Sequence[Block | None]  # None and empty parts are left out
 
 
 def describe_missing_library(file: str) -> str:
@@ -203,7 +37,7 @@ def describe_missing_library(file: str) -> str:
 
 
 def render_web_page(
-    title: str, head: Sequence[Block | None], sections: Sequence[Section], state: tuple[str, Tone] | None = None
+    title: str, head: Sequence[Block], sections: Sequence[Section], state: tuple[str, Tone] | None = None
 ) -> str:
     """The page as HTML; `head` goes above the links to the sections, the run's `state` next to the title."""
     from bokeh.document import Document
@@ -211,8 +45,8 @@ def render_web_page(
     from bokeh.resources import Resources
     from markupsafe import Markup
 
-    shown = [(section, [block for block in section.blocks if block]) for section in sections]
-    figures = _figures([block for _, blocks in shown for block in blocks])
+    grids = [block for section in sections for block in section.blocks if isinstance(block, Grid)]
+    figures = {name: figure for grid in grids for name, figure in _draw(grid).items()}
     document = Document()
     with document.models.freeze():  # else Bokeh searches every figure again for each other one
         for figure in figures.values():
@@ -222,11 +56,8 @@ def render_web_page(
     library = Resources(mode='inline', components=['bokeh', 'bokeh-gl']).render_js() if figures else ''
     return _template().render(
         title=title,
-        head=[_context(block) for block in head if block],
-        sections=[
-            {'name': section.name, 'title': section.title, 'blocks': [_context(block) for block in blocks]}
-            for section, blocks in shown
-        ],
+        head=head,
+        sections=sections,
         state=state,
         figures={name: Markup(division) for name, division in divisions.items()},
         colors=dark_colors() if figures else {},
@@ -235,27 +66,12 @@ def render_web_page(
     )
 
 
-def _figures(blocks: Sequence[Block]) -> dict[str, UIElement]:
-    grids = (block for block in blocks if isinstance(block, Grid))
-    return {name: chart.figure for grid in grids for name, chart in grid.charts.items()}
-
-
-def _context(block: Block) -> Mapping[str, object]:
-    """The block's context for the template."""
-    if isinstance(block, Text):
-        return {'kind': 'text', 'text': block.text}
-    if isinstance(block, Absent):
-        return {'kind': 'absent', 'text': block.text}
-    if isinstance(block, Items):
-        return {'kind': 'items', 'entries': block.items}
-    if isinstance(block, Table):
-        return {'kind': 'table', 'head': block.head, 'rows': block.rows}
-    if isinstance(block, Folded):
-        return {'kind': 'folded', 'title': block.title, 'table': _context(block.table)}
-    if isinstance(block, Tiles):
-        return {'kind': 'tiles', 'tiles': block.tiles}
-    tables = {name: _context(chart.table) for name, chart in block.charts.items() if chart.table}
-    return {'kind': 'grid', 'charts': block.charts, 'tables': tables}
+def _draw(grid: Grid) -> dict[str, UIElement]:
+    updates = new_updates()
+    return {
+        name: draw_slots(chart.timeline) if isinstance(chart, SlotChart) else draw_chart(chart, updates)
+        for name, chart in grid.charts.items()
+    }
 
 
 @functools.cache

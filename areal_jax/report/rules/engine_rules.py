@@ -32,12 +32,6 @@ from areal_jax.events.schema import (
 from areal_jax.tasks.scoring.score_call import SCORED
 from areal_jax.types import NOT_GENERATED
 
-ENGINE_KINDS = frozenset(
-    (
-        'log', 'restore', 'publish', 'join', 'leave', 'register', 'engine_state', 'stage', 'probe', 'fence', 'load',
-        'interrupt', 'spare', 'reallocate', 'prefill', 'decode', 'evaluation_prefill', 'evaluation_decode',
-    )
-)  # fmt: skip
 _FIRST_VERSION = 6  # of the log from which on these rules hold
 _OUT = ('unknown', 'quarantined')  # states that a server leaves by a fence
 _LATER: dict[str, tuple[str, ...]] = {  # allowed next states, by state
@@ -60,8 +54,6 @@ class EngineRules:
       in_process: whether the engines are in this process.
       in_order: whether engines load versions in ascending order.
     """
-
-    kinds = ENGINE_KINDS
 
     def __init__(self, *, in_process: bool, in_order: bool):
         self._in_process, self._in_order = in_process, in_order
@@ -261,7 +253,6 @@ def _check_prefill(event: PrefillEvent | EvaluationPrefillEvent) -> Iterator[str
 # log_rules.py applies them.
 
 
-BATCH_KINDS = frozenset(('finish', 'reward', 'buffer', 'drop', 'consume', 'friction'))
 _OF_RUNNING = ('verifier_failed', 'cancelled', 'engine_lost', *BY_REWARD)  # reasons of groups that are not buffered
 
 
@@ -271,8 +262,6 @@ class BatchRules:
     Args:
       max_token_age: the age in versions above which a group is dropped; None = no group is.
     """
-
-    kinds = BATCH_KINDS
 
     def __init__(self, max_token_age: int | None):
         self._max_token_age = max_token_age

@@ -294,14 +294,6 @@ class CacheRules:
                 self._answers[request].computed = version
 
 
-KINDS = frozenset(
-    (
-        'log', 'evaluate', 'route', 'save', 'decode', 'finish', 'preempt', 'move', 'leave', 'prefill', 'interrupt',
-        'load', 'run_start', 'run_done',
-    )
-)  # fmt: skip
-
-
 class GenerationRules:
     """Follows dispatches and answers, event by event.
 
@@ -310,8 +302,6 @@ class GenerationRules:
       single_turn: whether an answer is one request; else the lengths of answers are not compared with dispatches.
       max_new_tokens: the bound on the tokens of an answer.
     """
-
-    kinds = KINDS
 
     def __init__(self, *, keeps_cache: bool, single_turn: bool, max_new_tokens: int):
         self._single_turn, self._max_new_tokens = single_turn, max_new_tokens

@@ -6,7 +6,6 @@ the rules of parts of the loop; docs/events.md lists all rules.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -33,13 +32,6 @@ from areal_jax.report.rules.generation_rules import GenerationRules
 from areal_jax.report.rules.request_rules import RequestRules, RewardRules
 from areal_jax.types import NOT_GENERATED
 
-KINDS = frozenset(
-    (
-        'log', 'restore', 'save', 'signal', 'error', 'draw', 'consume', 'publish', 'join', 'load', 'run_start',
-        'run_done', 'evaluate', 'evaluation_start', 'evaluation_done', 'evaluation_skip', 'evaluation_lost',
-        'evaluation_decode',
-    )
-)  # fmt: skip
 _FIRST_VERSION = 6  # of the log from which on these rules hold, except the rules of runs and of `restore`
 _SLACK_S = 1e-6  # of sums of clock seconds
 _MADE_BY = {'train': 'the batch was formed', 'snapshot': 'it was trained', 'publish': 'it was copied'}
@@ -61,8 +53,6 @@ class RunRules:
     Args:
       in_process: whether the engines are in this process.
     """
-
-    kinds = KINDS
 
     def __init__(self, *, in_process: bool):
         self._in_process = in_process
@@ -232,12 +222,6 @@ class RunRules:
 
 
 _RESTARTS_VERSION = 6  # of the log from which on a restart cuts it off at the last saved checkpoint
-_FOLLOWED = frozenset(
-    (
-        'log', 'restore', 'draw', 'admit', 'buffer', 'drop', 'consume', 'publish', 'join', 'leave', 'load', 'interrupt',
-        'decode', 'spare', 'route', 'finish', 'stage',
-    )
-)  # fmt: skip
 _DELAY = re.compile(r'(fixed|uniform|every)\((?:0, ?)?(\d+)\)')
 
 
@@ -291,11 +275,6 @@ def _longest_delay(schedule: str) -> float:
 class Rules(Protocol):
     """The rules of a part of the loop."""
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of events that the rules follow."""
-        ...
-
     def apply(self, event: Event) -> Iterator[str]:
         """Yields a sentence for each rule that the event breaks; '' stands for no rule."""
         ...
@@ -315,10 +294,7 @@ class LogRules:
         self._engines: dict[str, int] = {}  # version by engine
         self._swapped: dict[str, int] = {}  # by server, the last version swapped in, perhaps never acknowledged
         self._left_out: set[str] = set()  # engines that get no new requests (rollout.slow_engines)
-        self._followers: dict[str, list[Rules]] = collections.defaultdict(list)  # by kind of event
-        for rules in _build_parts(limits, self._ledger):
-            for kind in rules.kinds:
-                self._followers[kind].append(rules)
+        self._parts = _build_parts(limits, self._ledger)
 
     def apply(self, event: Event) -> str:
         """Returns a sentence on the first rule that the event breaks; '' if it breaks no rule."""
@@ -326,7 +302,7 @@ class LogRules:
         broken = find_edit(event, before) or self._apply_ledger(event)
         for found in self._break_rules(event, before):
             broken = broken or found
-        for rules in self._followers.get(event['kind'], ()):
+        for rules in self._parts:
             for found in rules.apply(event):
                 broken = broken or found
         return broken
@@ -339,8 +315,6 @@ class LogRules:
 
     def _break_rules(self, event: Event, before: Event | None) -> Iterator[str]:
         kind = event['kind']
-        if kind not in _FOLLOWED:
-            return
         if event['kind'] == 'log':
             self._engines.clear()
             self._swapped.clear()

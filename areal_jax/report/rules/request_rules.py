@@ -30,12 +30,6 @@ from areal_jax.report.aggregates import DrawLedger
 from areal_jax.tasks.scoring.score_call import MEASURED, SCORED, Score, check_score, to_reward
 from areal_jax.types import UNSCORED
 
-REQUEST_KINDS = frozenset(
-    (
-        'log', 'evaluate', 'join', 'leave', 'engine_state', 'route', 'arrive', 'move', 'receive', 'evaluation_receive',
-        'interrupt', 'preempt', 'prefill', 'decode', 'finish', 'run_done',
-    )
-)  # fmt: skip
 _FIRST_VERSION = 6  # of the log from which on these rules hold
 _PROBE_DRAW = str(2**31 - 1)  # rollout/servers/keeper.py: a probe has no answer and no `route` event
 
@@ -50,8 +44,6 @@ class RequestRules:
       group_size: answers of a group.
       max_new_tokens: the bound on the tokens of an answer.
     """
-
-    kinds = REQUEST_KINDS
 
     def __init__(
         self, ledger: DrawLedger, *, in_process: bool, single_turn: bool, group_size: int, max_new_tokens: int
@@ -252,9 +244,6 @@ def _is_probe(request: str) -> bool:
 _REWARDS_VERSION = 8  # of the log; since then `buffer` has the rewards
 _UNSCORED = ('cancelled', 'lost', *UNSCORED)  # reasons of answers that no verifier sees
 _Reply = tuple[int, float, str]  # attempt, reward, label
-REWARD_KINDS = frozenset(
-    ('log', 'evaluate', 'finish', 'run_start', 'run_done', 'reward', 'check', 'audit', 'buffer', 'drop')
-)
 _FAILED = ('timeout', 'crash', 'sandbox', 'error')  # labels of attempts without a reward
 _REASONS = ('stop', 'length', 'cancelled', 'lost')  # why an answer of one request ended
 
@@ -267,8 +256,6 @@ class RewardRules:
       is_inline: whether the scorer runs in this process, where it gets one attempt.
       single_turn: whether an answer is one request; other workflows may have more reasons for an end.
     """
-
-    kinds = REWARD_KINDS
 
     def __init__(self, group_size: int, *, is_inline: bool, single_turn: bool):
         self._group_size, self._is_inline, self._single_turn = group_size, is_inline, single_turn

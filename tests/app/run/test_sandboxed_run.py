@@ -12,7 +12,7 @@ from areal_jax.app.run import loop
 from areal_jax.app.run.reports import read_run, rebuild_report
 from areal_jax.app.workdir.records import read_starts
 from areal_jax.errors import ExitCode
-from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
 from areal_jax.workers.sandbox.confinement import SandboxError, find_abi
 from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox, describe_unconfined

@@ -6,8 +6,8 @@ import numpy as np
 
 from areal_jax.app.sweep.endpoints import Curve, Endpoint
 from areal_jax.app.sweep.sweep_results import GroupResult, Results, band, draw_endpoint, write_plots
-from areal_jax.report.pages.run_plots import make_figure
-from areal_jax.report.pages.web_page import BLUE
+from areal_jax.report.pages.colors import BLUE
+from areal_jax.report.pages.pictures import make_figure
 
 
 def curve(values, tokens):

@@ -6,11 +6,11 @@ import pytest
 
 from areal_jax.report.engines.classes import (
     UNKNOWN,
-    class_rows,
     describe_left_out,
     find_hardware,
     split_batches,
     summarize_classes,
+    tabulate_classes,
 )
 from areal_jax.report.event_log import window
 from tests.telemetry.logs import event_log, publish, work
@@ -96,7 +96,7 @@ def test_a_row_for_each_class():
     assert (fast['age'], slow['age']) == ({'mean': 0.0, 'max': 0}, {'mean': 1.0, 'max': 1})
     assert (slow['mismatch'], slow['trained_tokens']) == ({'mean': 0.5, 'n': 10}, 10)
     assert (slow['left_out'], slow['times_left_out'], fast['times_left_out']) == (pytest.approx(7 / 20), 2, 0)
-    assert [row[:2] for row in class_rows(rows)] == [('1 x a', '1'), ('1 x b', '1')]
+    assert [row[:2] for row in tabulate_classes(rows).rows] == [('1 x a', '1'), ('1 x b', '1')]
     assert describe_left_out(rows).startswith('1 x b got no new requests in 35% of the window')
     assert describe_left_out([fast]) == ''
 

@@ -7,9 +7,8 @@ import pathlib
 
 import pytest
 
+from areal_jax.report.pages.blocks import Absent, Table, Text
 from areal_jax.report.pages.html_page import choose_samples, tell_answers
-from areal_jax.report.pages.report_texts import Table, Text
-from areal_jax.report.pages.web_page import Absent
 from tests.telemetry.rollouts.test_views import answer, group
 from tests.telemetry.rollouts.test_writer import write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.pages.web_page import (
+from areal_jax.report.pages.colors import (
     DARK_PAGE,
     DROPS,
     FATES,

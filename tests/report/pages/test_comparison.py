@@ -14,6 +14,8 @@ from areal_jax import main_report
 from areal_jax.app.run.reports import read_run
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.events.schema import VERSION
+from areal_jax.report.pages.blocks import Table, Text
+from areal_jax.report.pages.colors import order_shades
 from areal_jax.report.pages.comparison_page import (
     compare,
     join_tables,
@@ -21,8 +23,7 @@ from areal_jax.report.pages.comparison_page import (
     render_comparison,
     render_comparison_page,
 )
-from areal_jax.report.pages.report_texts import Table, Text
-from areal_jax.report.pages.web_page import order_shades
+from areal_jax.report.pages.run_page import tell_sections
 from launch.page_check import SECTIONS
 from tests.app.run.test_supervised import sft_config
 from tests.report.busy_run import write_busy_run
@@ -75,15 +76,16 @@ def test_every_number_of_either_report_and_the_fields_that_differ(runs: list[pat
         'task.system_prompt': ('', EVIL),
     }
     markdown = render_comparison(found)
-    for name, parts in found.parts.items():
-        rows = [row for table in (parts.learning, parts.staleness, parts.fates, parts.split) for row in table.rows]
-        column = list(found.parts).index(name) + 2
+    for column, run in enumerate(found.runs.values(), start=2):
+        blocks = [block for section in tell_sections(run.report) for block in section.blocks]
+        rows = [row for block in blocks if isinstance(block, Table) and block.title for row in block.rows]
+        assert len(rows) > 50
         cells = {line.split('|')[column].strip() for line in markdown.splitlines() if line.startswith('| ')}
         assert [cell for row in rows for cell in row[1:] if cell and cell not in cells] == []
     assert '## Caveats' in markdown
     assert [row[0] for row in found.headline.rows][:2] == ['Did it learn?', 'How fast, against the limit?']
     assert all(f'| {" | ".join(row)} |' in markdown for row in found.headline.rows)
-    assert f'- one: {found.parts["one"].warnings.items[0]}' in markdown
+    assert f'- one: {found.runs["one"].report["warnings"][0]}' in markdown
 
 
 def test_equal_configs_are_said_to_be_equal(tmp_path: pathlib.Path):

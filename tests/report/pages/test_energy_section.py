@@ -10,9 +10,9 @@ from areal_jax.report.pages.energy_section import (
     NOT_FILTERED,
     USEFUL,
     describe_energy,
-    energy_rows,
     format_range,
     summarize_energy,
+    tabulate_energy,
 )
 from areal_jax.telemetry.energy_meters import STATES, EnergyFacts
 
@@ -54,7 +54,7 @@ def test_measured_joules_have_no_interval_and_their_idle_share_has_one():
     assert energy['idle_share'] == {'low': 80 / 800, 'value': 120 / 800, 'high': 160 / 800}
     assert energy['device_seconds'] == {'train': 4, 'prefill': 2, 'decode': 9, 'idle': 4}
     assert energy['decode_activity'] == pytest.approx((6 * 0.5 + 2 * 0.1) / 8)
-    rows = dict(energy_rows(energy))
+    rows = dict(tabulate_energy(energy).rows)
     assert rows['joules measured by NVML: 2 x NVIDIA H200'] == '800 J'
     assert rows['joules a useful token'] == '100 J'
     assert rows['share of the joules of accelerators while idle (modelled)'] == '15% [10%, 20%]'
@@ -77,7 +77,7 @@ def test_modelled_joules_have_the_interval_of_the_published_watts_and_measured_o
     assert (energy['by_token']['trained'], energy['by_token']['useful']) == (None, None)
     # idle at its lowest beside busy at its highest, 500 - 120; the other way round 300 - 80
     assert energy['idle_share'] == {'low': 80 / (80 + 380), 'value': 100 / 400, 'high': 120 / (120 + 220)}
-    rows = dict(energy_rows(energy))
+    rows = dict(tabulate_energy(energy).rows)
     assert rows['joules modelled'] == '400 J [300, 500]'
     assert rows['joules measured by RAPL'] == '100 J'
     assert rows['joules a generated token'] == '50 J [40, 60]'
@@ -97,8 +97,8 @@ def test_without_a_meter_and_without_watts_there_is_one_sentence():
     energy = summarize_energy([row(None, (10, 5, 0), (1, 0, 1, 2))], facts)
     assert energy is not None
     assert describe_energy(energy) == ['No joules are known.']
-    assert [name for name, _ in energy_rows(energy) if 'joules' in name] == []
-    assert (summarize_energy([{'step': 1}], None), energy_rows(None), describe_energy(None)) == (None, [], [])
+    assert [name for name, _ in tabulate_energy(energy).rows if 'joules' in name] == []
+    assert (summarize_energy([{'step': 1}], None), tabulate_energy(None).rows, describe_energy(None)) == (None, [], [])
 
 
 def test_joules_have_a_unit_of_their_size():

@@ -10,9 +10,10 @@ import re
 import pytest
 
 from areal_jax.app.run.reports import read_run
+from areal_jax.report.pages.curves import CURVES, describe_undrawn
+from areal_jax.report.pages.headline import tell_headline
 from areal_jax.report.pages.html_page import render_html
-from areal_jax.report.pages.markdown_page import render_page, tell_headline
-from areal_jax.report.pages.run_plots import CURVES, describe_undrawn
+from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import HTML_PAGE, load_run, write_report
 from areal_jax.telemetry.facts import RunFacts
 from launch.page_check import SECTIONS

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.report.pages.slot_figure import (
-    SHADES,
+from areal_jax.report.pages.colors import SHADES
+from areal_jax.report.pages.slot_figure import paint
+from areal_jax.report.pages.slot_timeline import (
     Interval,
     Mark,
     SlotTimeline,
     build_slot_timeline,
     first_view,
-    paint,
     widest_view,
 )
 from tests.report.busy_run import BusyRun

@@ -7,22 +7,10 @@ import re
 import pytest
 
 from areal_jax.installation import describe_install
-from areal_jax.report.pages.charts import new_figure, plain_text
-from areal_jax.report.pages.markdown_page import Tile
-from areal_jax.report.pages.report_texts import Items, Table, Text
-from areal_jax.report.pages.web_page import (
-    BLUE,
-    Absent,
-    Chart,
-    Folded,
-    Grid,
-    Key,
-    Section,
-    Tiles,
-    dark_colors,
-    describe_missing_library,
-    render_web_page,
-)
+from areal_jax.report.pages.blocks import Absent, Chart, Folded, Grid, Items, Line, Section, Table, Text, Tile, Tiles
+from areal_jax.report.pages.colors import BLUE, dark_colors
+from areal_jax.report.pages.figures import plain_text
+from areal_jax.report.pages.web_page import describe_missing_library, render_web_page
 
 EVIL = '<script>alert("x")</script>'
 
@@ -30,7 +18,7 @@ EVIL = '<script>alert("x")</script>'
 def test_every_text_is_escaped_and_code_is_marked():
     blocks = [
         Text(f'{EVIL} `{EVIL}`'), Items([EVIL]), Table((EVIL, ''), [(EVIL, '1')]), Absent(EVIL),
-        Folded(EVIL, Table(('a', 'b'), [(EVIL, EVIL)])), None, Text(''),
+        Folded(EVIL, Table(('a', 'b'), [(EVIL, EVIL)])), Text(''),
     ]  # fmt: skip
     page = render_web_page(EVIL, [Text(EVIL)], [Section('one', EVIL, blocks)])
     assert page.count('<script') == 1  # that of the colours
@@ -77,10 +65,8 @@ def test_a_tile_shows_its_number_its_reading_and_where_the_detail_is():
 
 
 def test_a_chart_is_told_and_has_its_numbers_and_a_legend_in_both_themes():
-    chart = Chart(
-        new_figure('x'), 'Title', 'nats', 'What it shows.', Table(('x', 'y'), [('1', '2')]),
-        keys=[Key('a', BLUE, 'dashed', 'Title/a')],
-    )  # fmt: skip
+    line = Line('a', [1], [2.0], BLUE, 1)
+    chart = Chart(title='Title', unit='nats', marks=[line], alt='What it shows.', table=Table(('x', 'y'), [('1', '2')]))
     page = render_web_page('t', [], [Section('one', 'One', [Grid({'name': chart})])])
     told = page[page.index('<figure') : page.index('</figure>')]
     assert 'role="img" aria-label="Title. What it shows."' in told

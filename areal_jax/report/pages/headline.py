@@ -1,18 +1,16 @@
-"""The report of a run as a page of Markdown (report.md)."""
+"""The headline of the report of a run: six questions with their answers, as tiles and as lines on a terminal."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, cast
+from collections.abc import Mapping
+from typing import cast
 
-from areal_jax.report.pages.report_texts import Items, Part, Parts, Table, format_interval, tell_parts
+from areal_jax.report.limit import format_interval
+from areal_jax.report.pages.blocks import Tile, Tone
 from areal_jax.report.report_keys import Interval, Report
 from areal_jax.telemetry.facts import HELD_OUT_SCORES
 from areal_jax.telemetry.progress import format_bytes, format_gibibytes, format_number, format_percent
 
-Tone: TypeAlias = Literal['good', 'fair', 'bad', 'unknown']
-HEAD = ('question', 'answer', 'reading')
 LABEL = 10  # characters of the names of the lines of a summary
 _ROUNDING = {'float32': 1e-4, '16 bits': 0.03}  # nats: largest mean mismatch that rounding explains
 _ENOUGH_SAMPLES = 0.5  # share that a correction leaves
@@ -20,33 +18,9 @@ _NEAR_LIMIT, _FAR_FROM_LIMIT = 0.9, 0.7  # ideal time / achieved time
 _AT_BOUND = 0.9  # mean age / eta
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """One question with its answer."""
-
-    name: str
-    question: str
-    value: str  # '-' if nothing was measured
-    unit: str
-    details: tuple[str, ...]
-    reading: str  # one sentence
-    tone: Tone
-    section: str  # of report.html, which has the detail
-
-    @property
-    def answer(self) -> str:
-        """Value, unit and details in one cell."""
-        return ', '.join(filter(None, (f'{self.value} {self.unit}'.strip(), *self.details)))
-
-
 def tell_headline(report: Report) -> list[Tile]:
     """The tiles in the order of the page."""
     return [_gain(report), _speed(report), _age(report), _agreement(report), _memory(report), _data(report)]
-
-
-def headline_table(report: Report) -> Table:
-    """The tiles as rows."""
-    return Table(HEAD, [(tile.question, tile.answer, tile.reading) for tile in tell_headline(report)])
 
 
 def summarize_run(report: Report, width: int) -> list[str]:
@@ -249,55 +223,3 @@ def _largest(shares: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _mean(interval: Interval | None) -> str:
     return '-' if interval is None else f'{interval["mean"]:.3f}'
-
-
-def render_page(report: Report, pictures: Sequence[str]) -> str:
-    """Markdown of one page; `pictures` are paths relative to it."""
-    parts = tell_parts(report)
-    sections = [
-        '# Run report',
-        *(render_part(part) for part in (parts.what_ran, parts.which_config)),
-        *_headed('## At a glance', headline_table(report)),
-        *_headed('## Warnings', parts.warnings),
-        '## Results',
-        *(render_part(part) for part in _results(parts)),
-        '## Staleness and interruption',
-        *(render_part(part) for part in (parts.staleness, parts.ratios, parts.split, parts.split_cost)),
-        *_headed('## Experts', parts.experts, parts.routes),
-        *_headed('## Tokens', parts.fates, parts.answers),
-        '## Time and limit',
-        *(render_part(part) for part in _time(parts)),
-        *_headed('## Energy', parts.energy, parts.energy_sources),
-        '## Groups',
-        *(render_part(part) for part in (parts.groups, parts.problems)),
-        *(f'![{picture}]({picture})' for picture in pictures),
-        '## Versions',
-        render_part(parts.versions),
-    ]
-    return '\n\n'.join(section for section in sections if section) + '\n'
-
-
-def render_part(part: Part) -> str:
-    """The part as Markdown; '' for an empty part."""
-    if not part:
-        return ''
-    if isinstance(part, Table):
-        lines = [part.head, ['---'] * len(part.head), *part.rows]
-        return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-    if isinstance(part, Items):
-        return '\n'.join(f'- {item}' for item in part.items)
-    return part.text
-
-
-def _headed(heading: str, *parts: Part) -> list[str]:
-    """The parts under their heading; [] if all are empty."""
-    return [heading, *map(render_part, parts)] if any(parts) else []
-
-
-def _results(parts: Parts) -> tuple[Part, ...]:
-    return parts.accuracy, parts.intervals, parts.evaluation, parts.evaluation_cost, parts.learning, parts.code
-
-
-def _time(parts: Parts) -> tuple[Part, ...]:
-    engines = parts.work, parts.rates, parts.classes, parts.left_out, parts.publications, parts.agents
-    return parts.cause_of_gap, parts.time, parts.ideal_rule, *engines, parts.memory, parts.servers

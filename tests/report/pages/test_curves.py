@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.pages.run_plots import (
+from areal_jax.report.pages.curves import (
     CURVES,
     SPLIT,
     Curve,
