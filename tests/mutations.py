@@ -95,7 +95,7 @@ MUTATIONS = [
     Mutation(
         'fields: routes that control a server count nothing',
         'areal_jax.rollout.http.server.control:_read',
-        'request.app[BRIDGE].counts.note_ignored(fields.ignored)',
+        'request.app[BRIDGE].counts.note_ignored(ignored)',
         'pass',
         'tests/rollout/http/server/test_unused_fields.py',
     ),
@@ -116,8 +116,8 @@ MUTATIONS = [
     Mutation(
         'fields: a priority has an influence',
         'areal_jax.rollout.http.wire.openai:make_call',
-        'fields.note_ignored(session_id=call.session, priority=call.priority)',
-        'pass',
+        "without_influence = {'session_id': request.session_id, 'priority': request.priority}",
+        'without_influence = {}',
         'tests/rollout/http/server/test_unused_fields.py',
     ),
     Mutation(
@@ -2113,9 +2113,9 @@ MUTATIONS = [
     ),
     Mutation(
         'show a model what cannot change its answer',
-        'areal_jax.rollout.http.wire.openai:read_function',
-        'function.take_ignored(*_IGNORED)',
-        'order += [name for name in _IGNORED if function.take(name) is not None]',
+        'areal_jax.rollout.http.wire.openai:Function.describe',
+        "if name in ('name', 'description', 'parameters')",
+        '',
         'tests/rollout/http/server/test_tool_calls.py',
     ),
     Mutation(
@@ -2267,10 +2267,10 @@ MUTATIONS = [
     ),
     Mutation(
         'numbers over HTTP have any length',
-        'areal_jax.rollout.http.wire.request_fields:read_integer',
+        'areal_jax.rollout.http.wire.encoding:read_integer',
         'or len(digits) > len(str(most))',
         '',
-        'tests/rollout/http/wire/test_request_fields.py tests/rollout/http/clients/test_lying_servers.py',
+        'tests/rollout/http/wire/test_encoding.py tests/rollout/http/clients/test_lying_servers.py',
     ),
     Mutation(
         'decode with plain programs what changes the softmax',

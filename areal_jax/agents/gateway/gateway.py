@@ -27,6 +27,7 @@ from areal_jax.rollout.http.server.generation import NamedEvents
 from areal_jax.rollout.http.server.limits import Limits, count_connections
 from areal_jax.rollout.http.server.replies import BODIES, Bodies, Handler, guard
 from areal_jax.rollout.http.server.thread import bind, describe_url
+from areal_jax.rollout.http.wire.encoding import DONE, read_integer
 from areal_jax.rollout.http.wire.exchange import (
     MISSED,
     Answer,
@@ -40,8 +41,6 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
 )
 from areal_jax.rollout.http.wire.openai import Required, find_misses, render_models, require_unread
-from areal_jax.rollout.http.wire.request_fields import read_integer
-from areal_jax.rollout.http.wire.sglang import DONE
 from areal_jax.types import Prompt, SamplingParams, Segment
 
 MODEL = 'policy'  # the name of the model of a run

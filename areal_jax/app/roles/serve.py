@@ -58,7 +58,7 @@ from areal_jax.rollout.http.server.server_names import reachable
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.thread import ServedModel, describe_url
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
-from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
+from areal_jax.rollout.http.wire.encoding import LARGEST_VERSION, read_integer
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.servers.keeper import state_facts

@@ -18,6 +18,7 @@ from areal_jax.columns import find
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.wire.encoding import parse_json, refuse
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -28,7 +29,6 @@ from areal_jax.rollout.http.wire.exchange import (
     cut_by_spans,
     load_json,
 )
-from areal_jax.rollout.http.wire.request_fields import parse_json, refuse
 from areal_jax.types import LARGEST_LOGPROB
 
 SETTINGS = 'areal-call'  # metadata of a call; its value is ASCII

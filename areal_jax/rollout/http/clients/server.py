@@ -13,8 +13,8 @@ from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, Dialect, NoReplyError, StatusError, UpdateError
 from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.wire.column_form import ColumnForm
+from areal_jax.rollout.http.wire.encoding import LARGEST_VERSION, read_integer
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
-from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
 from areal_jax.rollout.servers.member import FencedError, OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 

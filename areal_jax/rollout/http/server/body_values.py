@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
+from areal_jax.rollout.http.wire.encoding import MOST_PROMPTS, parse_json
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, parse_json
 
 MOST_VALUES = 1 << 16  # in a body, without token ids: schemas, messages, tool calls; more than fit any context
 _BEGINNINGS = b'[', b'{', b','  # every JSON value follows one of these bytes, which texts contain too

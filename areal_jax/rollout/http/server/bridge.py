@@ -36,6 +36,7 @@ from areal_jax.rollout.http.wire.answer_reader import (
     WholeReader,
     cut_stop,
 )
+from areal_jax.rollout.http.wire.encoding import refuse
 from areal_jax.rollout.http.wire.exchange import (
     ASKED,
     Answer,
@@ -51,7 +52,6 @@ from areal_jax.rollout.http.wire.exchange import (
     tokenize_call,
 )
 from areal_jax.rollout.http.wire.openai import Required, find_misses, grant, require_unread
-from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
 from areal_jax.text.chat_template import TokenizerError, ToolsNotShownError, require_place

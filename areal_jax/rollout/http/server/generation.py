@@ -17,8 +17,8 @@ from areal_jax.rollout.http.server.replies import BODIES, BRIDGE, Handler
 from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, messages, responses, sglang, vllm
+from areal_jax.rollout.http.wire.encoding import DONE, frame
 from areal_jax.rollout.http.wire.exchange import MISSED, Answer, Call, Piece, ReplyInfo, RequestError
-from areal_jax.rollout.http.wire.sglang import DONE, frame
 
 _ANSWER_VALUES = 32  # of an answer in a reply, in addition to the values of each token
 _LAST_WORDS_S = 5.0  # for the reader of a stream to take its last events

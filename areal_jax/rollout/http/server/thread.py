@@ -16,7 +16,7 @@ from aiohttp import web
 from areal_jax.config.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.server import control, generation, openapi, replies, state
+from areal_jax.rollout.http.server import control, generation, openapi, state, tokenizer
 from areal_jax.rollout.http.server.bridge import Bridge, Texts
 from areal_jax.rollout.http.server.callers import KEYLESS, Callers
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
@@ -131,7 +131,7 @@ class HttpThread:
         app[BODIES] = Bodies(limits, app[BRIDGE].bound)
         app.on_cleanup.append(_close_bodies)
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
-        routes += [replies.list_routes(), openapi.list_routes()]
+        routes += [tokenizer.list_routes(), openapi.list_routes()]
         app.add_routes([route for listed in routes for route in listed])
         return app
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from areal_jax.columns import Column, ColumnArrays, ColumnError, check, check_alike, cut, declared, find, join
+from areal_jax.columns import Column, ColumnArrays, ColumnError, check, check_alike, cut, find, join
 from areal_jax.errors import UserError, show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_form import ColumnForm
@@ -531,14 +531,6 @@ def _read_span(reply: Reply, span: object) -> tuple[str, int, int]:
 
 
 ASKED = 'return_{}'
-
-
-def read_wanted(
-    is_asked: Callable[[str], bool], field: str = ASKED, columns: Iterable[Column] | None = None
-) -> tuple[str, ...]:
-    """Reads which of `columns` (None = all) a body requests; `is_asked` takes a field out of the body."""
-    known = declared() if columns is None else columns
-    return tuple(column.name for column in known if column.published and is_asked(field.format(column.name)))
 
 
 def render_columns(call: Call, answer: Answer, first: int = 0, field: str = '{}') -> JsonObject:

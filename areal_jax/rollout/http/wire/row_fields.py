@@ -21,7 +21,6 @@ from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_form import UNKNOWN, ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, Piece, Reply
-from areal_jax.rollout.http.wire.request_fields import Fields
 
 _RECORDING = 'with rollout.record_routes=True, a server of others with --enable-return-routed-experts'
 _RAW = np.dtype('<i4')  # of SGLang
@@ -40,14 +39,6 @@ class FoundRows(NamedTuple):
 
 
 NO_ROWS = FoundRows({}, {})
-
-
-def read_start(fields: Fields, field: str, most: int) -> int:
-    """Reads the index of the first token whose row is wanted, at most `most`."""
-    start = fields.take_integer(field, 0, least=0)
-    if start > most:
-        raise fields.refuse(field, start, f'must be a position of the prompt, at most {most}')
-    return start
 
 
 def find_rows(pieces: Sequence[Piece], name: str, start: int = 0) -> np.ndarray | None:
