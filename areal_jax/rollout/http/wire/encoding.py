@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import ReplyError, RequestError, load_json
+from areal_jax.rollout.http.wire.exchange import ReplyError, RequestError
 
 LARGEST_VERSION = 2**63 - 1  # of weights, in a text
 MOST_PROMPTS = 4096  # of one request, and entries of other lists
@@ -33,6 +33,14 @@ def parse_json(content: bytes) -> object:
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and very deep nesting
         reason = str(error).splitlines()[0] if isinstance(error, ValueError) else 'it is nested too deep'
         raise RequestError('body', f'body must be JSON: {reason}') from error
+
+
+def load_json(content: str | bytes) -> object:
+    """Decodes a server's JSON; raises ReplyError for anything else."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting without end
+        raise ReplyError(f'the server sent no JSON but {show(content[:100])}: send the request again') from error
 
 
 def count_levels(value: object) -> int:

@@ -23,9 +23,8 @@ from areal_jax.rollout.http.wire.exchange import (
     RequestError,
     Wish,
     count_usage,
-    render_columns,
 )
-from areal_jax.rollout.http.wire.row_fields import render_npy
+from areal_jax.rollout.http.wire.reply import render_columns, render_npy
 
 Required = Literal['refuse', 'wish']  # server.required
 _TAKEN = "server.required='wish' takes it as a wish"

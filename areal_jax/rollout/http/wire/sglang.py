@@ -21,17 +21,21 @@ from areal_jax.rollout.http.wire.exchange import (
     Finish,
     Piece,
     Prompt,
-    Reply,
     ReplyError,
     ReplyInfo,
     RequestError,
     Written,
+)
+from areal_jax.rollout.http.wire.reply import (
+    NO_ROWS,
+    Reply,
     cut_by_spans,
     parse_columns,
+    parse_raw,
     read_logprobs,
     render_columns,
+    render_raw,
 )
-from areal_jax.rollout.http.wire.row_fields import NO_ROWS, parse_raw, render_raw
 from areal_jax.types import TokenScores
 
 _MODE, _COLUMN = '{}_mode', 'output_token_{}'  # of columns

@@ -14,22 +14,16 @@ from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import bodies
 from areal_jax.rollout.http.wire.encoding import frame
-from areal_jax.rollout.http.wire.exchange import (
-    ASKED,
-    Answer,
-    Call,
-    Finish,
-    Piece,
+from areal_jax.rollout.http.wire.exchange import ASKED, Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
+from areal_jax.rollout.http.wire.reply import (
     Reply,
-    ReplyInfo,
-    Span,
-    count_usage,
     cut_by_spans,
     parse_columns,
+    parse_npy,
     read_logprobs,
     render_columns,
+    render_npy,
 )
-from areal_jax.rollout.http.wire.row_fields import parse_npy, render_npy
 
 PATH = '/inference/v1/generate'  # at the root, not under /v1
 _ERROR_TYPES = {
