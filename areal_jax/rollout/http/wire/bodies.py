@@ -154,7 +154,7 @@ class Skipped(Body):
     def __get_pydantic_json_schema__(
         cls, core: pydantic_core.CoreSchema, handler: pydantic.GetJsonSchemaHandler
     ) -> JsonObject:
-        return {'type': 'object'}
+        return {'type': 'object', 'required': ['type']}
 
 
 def read(kind: type[BodyT], values: object) -> tuple[BodyT, set[str]]:
