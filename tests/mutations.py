@@ -2659,7 +2659,7 @@ MUTATIONS = [
     ),
     Mutation(
         'let nesting without end in a reply end the client',
-        'areal_jax.rollout.http.wire.exchange:load_json',
+        'areal_jax.rollout.http.wire.encoding:load_json',
         '(ValueError, RecursionError)',
         'ValueError',
         'tests/rollout/http/clients/test_lying_servers.py',
