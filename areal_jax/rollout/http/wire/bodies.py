@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import pydantic
 import pydantic_core
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 
 from areal_jax.columns import Column, find
 from areal_jax.files import JsonObject
@@ -30,7 +30,7 @@ _LEAST_TEMPERATURE = 1e-5  # logits divided by less may overflow float32
 # every token of an answer is compared with all stop strings, so these bound the cost of one request to the others
 _MOST_STOPS, _STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 1024
 _NOT_SERVED: JsonObject = {'enum': [None, False, 0, '', [], {}], 'description': 'Not served.'}
-_SENT = '\0'  # a client may send it too: as an unknown field
+_SENT = '\0'  # alias of Body.sent; a client may send it too: as an unknown field
 _INDEX = re.compile(r'\[\d+\]')
 _KIND = 'kind of '  # before the field that tells the models of a union apart: a type of errors
 _NO_OBJECT = 'must be a JSON object'
@@ -66,7 +66,7 @@ class Body(pydantic.BaseModel):
     unserved: ClassVar[tuple[str, ...]] = ()  # may only have values that change nothing: false, 0 and empty ones
     fixes: ClassVar[Mapping[str, str]] = {}  # for unserved fields with a better fix than to leave them out
     attributes: ClassVar[Mapping[str, str]]  # by the name of the field
-    sent: Annotated[dict[str, object], pydantic.SkipValidation] = Field(alias=_SENT)  # fields with a value
+    sent: Annotated[dict[str, object], pydantic.SkipValidation] = Field(alias='\0')  # fields with a value
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -140,21 +140,23 @@ def _list_inside(value: object, path: str) -> Iterator[str]:
 
 
 class Skipped(Body):
-    """An object that has no influence on the answer, whatever is in it; it has a type."""
+    """An object that has no influence on the answer, whatever is in it."""
+
+    type: str
 
     @pydantic.model_validator(mode='before')
     @classmethod
     def drop_null(cls, values: object) -> object:
-        return {_SENT: values}
+        return {**values, _SENT: values} if isinstance(values, dict) else values
 
     def list_ignored(self, path: str) -> Iterator[str]:
-        yield f'{path}{self.sent["type"]}'
+        yield f'{path}{self.type}'
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core: pydantic_core.CoreSchema, handler: pydantic.GetJsonSchemaHandler
     ) -> JsonObject:
-        return {'type': 'object', 'required': ['type']}
+        return super().__get_pydantic_json_schema__(core, handler) | {'additionalProperties': True}
 
 
 def read(kind: type[BodyT], values: object) -> tuple[BodyT, set[str]]:
@@ -326,8 +328,13 @@ Ids = Annotated[
 IdRows = Annotated[Annotated[Ids, Tag(_ONE)] | Annotated[Turns[Ids], Tag(_LIST)], Discriminator(choose_rows)]
 
 
-def _require_few_characters(value: str | list[str]) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value)
+def _list_texts(value: object) -> tuple[object, ...]:
+    if not isinstance(value, str | list):
+        raise refusal('must be a string or a list of strings')
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _require_few_characters(texts: tuple[str, ...]) -> tuple[str, ...]:
     if (total := sum(map(len, texts))) > _STOP_CHARACTERS:
         raise refusal(f'has {total} characters: send {_STOP_CHARACTERS} at most')
     return texts
@@ -361,10 +368,13 @@ def _read_stop_tokens(value: object) -> tuple[int, ...]:
 
 
 Spelled = Annotated[str, Field(min_length=1, max_length=_LARGEST)]
+_TEXT: JsonObject = {'type': 'string', 'minLength': 1}
 Stops = Annotated[
-    Annotated[Spelled, Tag(_ONE)] | Annotated[list[Spelled], Tag(_LIST), Field(max_length=_MOST_STOPS, fail_fast=True)],
-    Discriminator(choose_form),
+    tuple[Spelled, ...],
+    Field(max_length=_MOST_STOPS, fail_fast=True),
+    BeforeValidator(_list_texts),
     AfterValidator(_require_few_characters),
+    WithJsonSchema({'anyOf': [_TEXT, {'type': 'array', 'items': _TEXT, 'maxItems': _MOST_STOPS}]}),
 ]
 StopTokens = Annotated[
     tuple[int, ...], PlainValidator(_read_stop_tokens), WithJsonSchema(_TOKENS | {'maxItems': _MOST_STOP_TOKENS})

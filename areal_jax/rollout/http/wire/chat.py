@@ -110,8 +110,10 @@ class Request(openai.Request):
 
 def parse(body: object) -> Call:
     """Parses a request body; raises RequestError."""
-    replaced = isinstance(body, dict) and bool(body.get('input_ids')) and body.get('messages') is not None
-    request, ignored = bodies.read(Request, {**body, 'messages': None} if replaced else body)
+    replaced: set[str] = set()
+    if isinstance(body, dict) and body.get('input_ids') and body.get('messages') is not None:
+        body, replaced = body | {'messages': None}, {'messages'}  # the ids are read in their place
+    request, ignored = bodies.read(Request, body)
     prompt: Prompt | None = request.input_ids
     field = 'input_ids'
     if prompt is None or not len(prompt):
@@ -122,10 +124,8 @@ def parse(body: object) -> Call:
     asked = read_tools(request.tools, request.tool_choice, not request.parallel_tool_calls)
     wishes = openai.read_format('response_format', request.response_format)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    if replaced:
-        ignored.add('messages')
     call = openai.read_call(
-        request, ignored, (prompt,), field, limit, request.logprobs, request.top_logprobs, asked, wishes
+        request, ignored | replaced, (prompt,), field, limit, request.logprobs, request.top_logprobs, asked, wishes
     )
     bodies.require_scored(call, 'max_tokens', 'top_logprobs')
     return call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, Tag
 
@@ -46,6 +46,12 @@ class CallBlock(bodies.Body):
     input: bodies.FreeObject = Field({})
 
 
+class ThoughtBlock(bodies.Skipped):
+    """Thoughts that a client sends back."""
+
+    type: Literal['thinking', 'redacted_thinking']
+
+
 UserBlock: TypeAlias = Annotated[
     Annotated[openai.TextPart, Tag('(text)')] | Annotated[ResultBlock, Tag('(tool_result)')],
     bodies.by('type', {'text': '(text)', 'tool_result': '(tool_result)'}, 'text'),
@@ -53,7 +59,7 @@ UserBlock: TypeAlias = Annotated[
 AssistantBlock: TypeAlias = Annotated[
     Annotated[openai.TextPart, Tag('(text)')]
     | Annotated[CallBlock, Tag('(tool_use)')]
-    | Annotated[bodies.Skipped, Tag('(thinking)')],
+    | Annotated[ThoughtBlock, Tag('(thinking)')],
     bodies.by('type', {'text': '(text)', 'tool_use': '(tool_use)'} | dict.fromkeys(_THOUGHTS, '(thinking)'), 'text'),
 ]
 
@@ -142,7 +148,7 @@ class OutputConfig(bodies.Body):
 class CountRequest(openai.Conversation):
     """The body of a request whose prompt is counted."""
 
-    ignored = (*_IGNORED, 'max_tokens')
+    ignored: ClassVar[tuple[str, ...]] = (*_IGNORED, 'max_tokens')
     unserved = ('container', 'mcp_servers')
     messages: bodies.Turns[
         Annotated[

@@ -262,7 +262,7 @@ def join_text(content: str | Sequence[Part]) -> str:
 
 
 class Conversation(bodies.Sampling):
-    """The fields of sampling and sending of a request for one answer to a conversation."""
+    """The fields of sampling and sending of a request."""
 
     request_id: bodies.Text = ''
     model: bodies.Text = ''
@@ -337,7 +337,7 @@ class Options(bodies.Body):
     include_usage: bool = False
 
 
-class Request(bodies.Sampling):
+class Request(Conversation):
     """The fields that the two routes share."""
 
     ignored = (
@@ -345,21 +345,15 @@ class Request(bodies.Sampling):
         'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort',
         'prediction',
     )  # fmt: skip
-    model: bodies.Text = ''
     n: bodies.Samples = 1
     prompt_logprobs: bodies.Alternatives | None = None
-    stream: bool = False
     stream_options: Options = bodies.OBJECT
-    request_id: bodies.Text = ''
     rid: bodies.Text = ''
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=64)] = Field({})
-    session_id: bodies.Text = ''
-    cache_salt: bodies.Text = ''
-    priority: bodies.Priority = 0
 
     @classmethod
     def column_fields(cls) -> Mapping[str, bodies.ColumnField]:

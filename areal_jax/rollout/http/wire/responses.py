@@ -69,12 +69,18 @@ class ResultItem(bodies.Body):
         return Message('tool', openai.join_text(self.output), tool_call_id=self.call_id)
 
 
+class ReasoningItem(bodies.Skipped):
+    """Reasoning that a client sends back."""
+
+    type: Literal['reasoning']
+
+
 _KINDS = ('message', 'function_call', 'function_call_output', 'reasoning')
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag('(message)')]
     | Annotated[CallItem, Tag('(function_call)')]
     | Annotated[ResultItem, Tag('(function_call_output)')]
-    | Annotated[bodies.Skipped, Tag('(reasoning)')],
+    | Annotated[ReasoningItem, Tag('(reasoning)')],
     bodies.by('type', {kind: f'({kind})' for kind in _KINDS}, 'message'),
 ]
 

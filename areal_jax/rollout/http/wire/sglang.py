@@ -274,10 +274,13 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
 
 def _list_prompts(request: Request) -> tuple[tuple[Prompt, ...], str, bool]:
     """Returns (prompts, the name of their field, whether they came as a list)."""
-    if (request.text is None) == (request.input_ids is None):
+    given: Prompt | Sequence[Prompt]
+    if request.text is not None and request.input_ids is None:
+        given, field = request.text, 'text'
+    elif request.input_ids is not None and request.text is None:
+        given, field = request.input_ids, 'input_ids'
+    else:
         raise RequestError('input_ids', 'input_ids or text must be sent, and only one of them')
-    given = request.input_ids if request.text is None else request.text
-    field = 'input_ids' if request.text is None else 'text'
     return (tuple(given), field, True) if isinstance(given, list) else ((given,), field, False)
 
 

@@ -15,20 +15,26 @@ class Inner(bodies.Body):
     """An object inside of a body."""
 
     ignored = ('color',)
-    kind: Literal['inner'] = 'inner'
+    type: Literal['inner'] = 'inner'
     size: Annotated[int, Field(ge=1, le=5)] = 1
 
 
 class Named(bodies.Body):
     """Another one."""
 
-    kind: Literal['named']
+    type: Literal['named']
     name: bodies.Name
 
 
+class Left(bodies.Skipped):
+    """An object that is not read."""
+
+    type: Literal['skipped']
+
+
 Either = Annotated[
-    Annotated[Inner, Tag('(inner)')] | Annotated[Named, Tag('(named)')] | Annotated[bodies.Skipped, Tag('(skipped)')],
-    bodies.by('kind', {'inner': '(inner)', 'named': '(named)', 'skipped': '(skipped)'}, 'inner'),
+    Annotated[Inner, Tag('(inner)')] | Annotated[Named, Tag('(named)')] | Annotated[Left, Tag('(skipped)')],
+    bodies.by('type', {'inner': '(inner)', 'named': '(named)', 'skipped': '(skipped)'}, 'inner'),
 ]
 
 
@@ -100,9 +106,9 @@ def fault_of(values):
         ({'inner': {'size': 0}}, 'inner.size', 'inner.size=0 must be greater than or equal to 1'),
         ({'inner': {'more': 0}}, 'inner.more', 'inner.more=0 is an unknown field: leave it out'),
         ({'parts': [{}, 3]}, 'parts[1]', 'parts[1]=3 must be a JSON object'),
-        ({'parts': [{'kind': 'x'}]}, 'parts[0].kind', "parts[0].kind='x' must be 'inner' or 'named' or 'skipped'"),
-        ({'parts': [{'kind': [1]}]}, 'parts[0].kind', 'parts[0].kind=[1] must be'),
-        ({'parts': [{'kind': 'named'}]}, 'parts[0].name', 'parts[0].name=None is missing: send it'),
+        ({'parts': [{'type': 'x'}]}, 'parts[0].type', "parts[0].type='x' must be 'inner' or 'named' or 'skipped'"),
+        ({'parts': [{'type': [1]}]}, 'parts[0].type', 'parts[0].type=[1] must be'),
+        ({'parts': [{'type': 'named'}]}, 'parts[0].name', 'parts[0].name=None is missing: send it'),
         ({'parts': [{'size': 9}]}, 'parts[0].size', 'parts[0].size=9 must be'),
         ({'parts': [{}] * 4097}, 'parts', 'parts=[{}'),
         ({'parts': 3}, 'parts', 'parts=3 must be a valid string'),
@@ -142,7 +148,7 @@ def test_null_is_an_absent_field():
 def test_values_are_read_as_they_are_used():
     body, ignored = bodies.read(Whole, {
         'stops': 'END', 'ids': [7, 0], 'rows': [[1], [2, 3]], 'bias': {'7': 1, '003': -2.5}, 'share': 1, 'image': [],
-        'user': 'u', 'inner': {'color': 1}, 'parts': [{'color': 1}, {'kind': 'skipped', 'any': {'thing': 1}}],
+        'user': 'u', 'inner': {'color': 1}, 'parts': [{'color': 1}, {'type': 'skipped', 'any': {'thing': 1}}],
     })  # fmt: skip
     assert (body.stops, body.bias, body.share) == (('END',), ((3, -2.5), (7, 1.0)), 1.0)
     assert (body.ids.tolist(), body.ids.dtype.name, [row.tolist() for row in body.rows]) == (
@@ -158,7 +164,7 @@ def test_the_schema_says_what_is_read():
     for values in (
         {},
         {'size': None, 'zz': None},
-        {'parts': [{'kind': 'named', 'name': 'x'}]},
+        {'parts': [{'type': 'named', 'name': 'x'}]},
         {'user': 3, 'image': 0},
     ):
         assert schema.is_valid(values), values
@@ -166,7 +172,7 @@ def test_the_schema_says_what_is_read():
         {'size': 6},
         {'zz': 1},
         {'image': 1},
-        {'parts': [{'kind': 'named'}]},
+        {'parts': [{'type': 'named'}]},
         {'ids': []},
         {'inner': {'a': 1}},
     ):
