@@ -20,12 +20,10 @@ from areal_jax.agents.dialogue import Messages, Reply, Tools, Turn
 from areal_jax.agents.gateway.session import DIALECTS, Session, read_asked_call, read_count
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.callers import refuse_pages
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.generation import NamedEvents
-from areal_jax.rollout.http.server.limits import Limits, count_connections
-from areal_jax.rollout.http.server.replies import BODIES, Bodies, Handler, guard
+from areal_jax.rollout.http.server.limits import BodyBound, Limits, count_connections
+from areal_jax.rollout.http.server.replies import BODIES, Bodies, Handler, guard, refuse_pages
 from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire.encoding import DONE, read_integer
 from areal_jax.rollout.http.wire.exchange import (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.http.server.body_parser import BodyParser
-from areal_jax.rollout.http.server.body_values import BodyBound
+from areal_jax.rollout.http.server.limits import BodyBound
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.jetstream.messages import parse_decode, parse_request, render_decode
 from areal_jax.rollout.jetstream.server.request_messages import read_control, read_request

@@ -19,8 +19,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.pauses import CLIENT, FENCED, FencedError, LeasedError
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
+from areal_jax.rollout.http.server.limits import FAILED, BodyBound, Limits, Load
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
 from areal_jax.rollout.http.wire.answer_reader import (
     BEGIN_TOKEN,

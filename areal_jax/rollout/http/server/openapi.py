@@ -16,7 +16,7 @@ from aiohttp import web
 from areal_jax.columns import cut, declared, find, of_models, of_tokens
 from areal_jax.files import JsonObject
 from areal_jax.installation import __version__
-from areal_jax.rollout.http.server.callers import RULE
+from areal_jax.rollout.http.server.replies import RULE
 from areal_jax.rollout.http.server.tokenizer import DetokenizeRequest, TokenizeRequest
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
 from areal_jax.rollout.http.wire.bodies import Body, ask_columns, describe

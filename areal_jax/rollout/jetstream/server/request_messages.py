@@ -9,8 +9,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.limits import SMALL_BYTES
+from areal_jax.rollout.http.server.limits import SMALL_BYTES, BodyBound
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.encoding import parse_json
 from areal_jax.rollout.http.wire.exchange import Call, RequestError
