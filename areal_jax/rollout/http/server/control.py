@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from aiohttp import web
@@ -62,13 +63,8 @@ def _knowing(query: tuple[str, ...], handler: Handler) -> Handler:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    bridge = request.app[BRIDGE]
-    name, ignored = wire.read_abort(await read_body(request))
-    bridge.counts.note_ignored(ignored)
-    if name:
-        await bridge.act('abort', lambda service: service.cancel([name]), bridge.limits.reply_s)
-    else:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    asked = await _read(request, wire.Abort)
+    await _cancel(request, () if asked.abort_all else (asked.rid,))
     return web.Response()
 
 
@@ -110,10 +106,10 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 async def update_weight_version(request: web.Request) -> web.Response:
     """Sets the weight version; SGLang and vLLM share this route."""
     asked = await _read(request, wire.NewVersion)
-    bridge, client, label = request.app[BRIDGE], _client(request), asked.new_version
+    client, label = _client(request), asked.new_version
     if asked.abort_all_requests:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
-    await bridge.act('relabel', lambda service: service.relabel(label, client))
+        await _cancel(request, ())
+    await request.app[BRIDGE].act('relabel', lambda service: service.relabel(label, client))
     message = f'Weight version updated to {label}'
     return web.json_response({'success': True, 'message': message, 'new_version': label})
 
@@ -153,14 +149,10 @@ async def weight_info(request: web.Request) -> web.Response:
 
 async def abort_requests(request: web.Request) -> web.Response:
     """Ends requests by their ids, with or without the prefix that replies add; an empty list ends all."""
-    bridge, given = request.app[BRIDGE], (await _read(request, wire.AbortRequests)).request_ids
+    given = (await _read(request, wire.AbortRequests)).request_ids
     given = [given] if isinstance(given, str) else given
-    if given:
-        names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
-        names += [name.removesuffix('-0') for name in names]
-        await bridge.act('abort', lambda service: service.cancel(names), bridge.limits.reply_s)
-    else:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
+    await _cancel(request, [*names, *(name.removesuffix('-0') for name in names)])
     return web.json_response({'status': 'aborted', 'aborted': len(given)})
 
 
@@ -229,6 +221,13 @@ async def _read(request: web.Request, kind: type[BodyT]) -> BodyT:
     body, ignored = read(kind, await read_body(request))
     request.app[BRIDGE].counts.note_ignored(ignored)
     return body
+
+
+async def _cancel(request: web.Request, names: Sequence[str]) -> None:
+    """Ends the requests with these names; without names all."""
+    bridge = request.app[BRIDGE]
+    act = (lambda service: service.cancel(names)) if names else (lambda service: service.cancel_all())
+    await bridge.act('abort', act, bridge.limits.reply_s)
 
 
 async def _pause(request: web.Request, mode: ServerPause) -> None:

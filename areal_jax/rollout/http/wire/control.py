@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
+import pydantic
 from pydantic import Field
 
 from areal_jax.files import JsonObject
@@ -75,6 +76,13 @@ class Abort(bodies.Body):
     rid: bodies.Text = ''
     abort_all: bool = False
 
+    @pydantic.model_validator(mode='after')
+    def require_name(self) -> Self:
+        """Raises the error for a body that ends nothing."""
+        if not self.abort_all and not self.rid:
+            raise bodies.refusal('names no request: send one, or abort_all=true', field='rid')
+        return self
+
 
 class Pause(bodies.Body):
     """Pauses generation."""
@@ -141,11 +149,3 @@ class Rpc(bodies.Body):
     unserved = ('args',)
     method: Literal['reload_weights'] = 'reload_weights'
     kwargs: WeightsPath = bodies.OBJECT
-
-
-def read_abort(body: object) -> tuple[str, set[str]]:
-    """Returns the id of a request, '' = all requests, and the fields without influence; raises RequestError."""
-    asked, ignored = bodies.read(Abort, body)
-    if not asked.abort_all and not asked.rid:
-        raise RequestError('rid', "rid='' names no request: send one, or abort_all=true")
-    return '' if asked.abort_all else asked.rid, ignored

@@ -3,7 +3,7 @@
 import functools
 
 from areal_jax.rollout.http.server.tokenizer import parse_detokenize, parse_tokenize
-from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
+from areal_jax.rollout.http.wire import chat, completions, messages, responses, sglang, vllm
 from areal_jax.rollout.http.wire.bodies import read
 
 IDS = [1, 2, 3]
@@ -45,7 +45,6 @@ MORE = {
     '/v1/responses': (responses.parse, [{'input': ITEMS, 'tools': [{'type': 'function'} | FUNCTION]}]),
     '/v1/messages': (messages.parse, [ANSWERED]),
     '/v1/messages/count_tokens': (messages.parse_count, [{'messages': BLOCKS, 'tools': [BLOCK_TOOL]}]),
-    '/abort_request': (control.read_abort, []),
     '/tokenize': (parse_tokenize, [{'prompt': ['Hello']}, {'messages': TURNS, 'tools': TOOLS}]),
     '/detokenize': (parse_detokenize, []),
 }  # fmt: skip
