@@ -10,7 +10,7 @@ import array
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -235,14 +235,20 @@ def choose_form(value: object) -> str:
     return _LIST if isinstance(value, list) else _ONE
 
 
-def by(field: str, tags: Mapping[str, str], default: str = '') -> Discriminator:
-    """Returns the choice of a model by the text in `field`, or by `default` without one; `tags` has the known texts."""
+_NO_NAMES: Mapping[str, str] = {}
+
+
+def by(field: str, kinds: Collection[str], default: str = '', same: Mapping[str, str] = _NO_NAMES) -> Discriminator:
+    """Returns the choice of a model, tagged '(KIND)', by the kind in `field`, or by `default` without one.
+
+    Kinds in `same` have the model of another kind.
+    """
 
     def choose(value: object) -> str:
         kind = value.get(field) or default if isinstance(value, dict) else ''
-        return tags.get(kind, '') if isinstance(kind, str) else ''
+        return f'({same.get(kind, kind)})' if isinstance(kind, str) and kind in kinds else ''
 
-    return Discriminator(choose, f'{_KIND}{field}', f'must be {" or ".join(map(repr, tags))}')
+    return Discriminator(choose, f'{_KIND}{field}', f'must be {" or ".join(map(repr, kinds))}')
 
 
 # a value, or a list of up to MOST_PROMPTS entries

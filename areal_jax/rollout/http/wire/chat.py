@@ -76,15 +76,14 @@ class ToolTurn(bodies.Body):
         return Message('tool', openai.join_text(self.content), (), self.tool_call_id, self.name)
 
 
-_ROLES = dict.fromkeys(('system', 'developer', 'user'), '(turn)') | {'assistant': '(assistant)', 'tool': '(tool)'}
-Messages: TypeAlias = bodies.Turns[
-    Annotated[
-        Annotated[Turn, Tag('(turn)')]
-        | Annotated[AssistantTurn, Tag('(assistant)')]
-        | Annotated[ToolTurn, Tag('(tool)')],
-        bodies.by('role', _ROLES),
-    ]
+_ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+AnyTurn: TypeAlias = Annotated[
+    Annotated[Turn, Tag('(system)')]
+    | Annotated[AssistantTurn, Tag('(assistant)')]
+    | Annotated[ToolTurn, Tag('(tool)')],
+    bodies.by('role', _ROLES, same={'developer': 'system', 'user': 'system'}),
 ]
+Messages: TypeAlias = bodies.Turns[AnyTurn]
 
 
 class Request(openai.Request):

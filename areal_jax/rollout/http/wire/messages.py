@@ -19,12 +19,9 @@ _ERROR_TYPES = {
     429: 'rate_limit_error', 503: 'overloaded_error', 504: 'timeout_error',
 }  # fmt: skip
 _REASONS = {'stop': 'end_turn', 'length': 'max_tokens', 'abort': 'abort'}
-
-
 _IGNORED = (
     'metadata', 'service_tier', 'thinking', 'cache_control', 'context_management', 'inference_geo', 'betas', 'speed',
 )  # fmt: skip
-_THOUGHTS = ('thinking', 'redacted_thinking')
 
 
 class ResultBlock(bodies.Body):
@@ -54,13 +51,13 @@ class ThoughtBlock(bodies.Skipped):
 
 UserBlock: TypeAlias = Annotated[
     Annotated[openai.TextPart, Tag('(text)')] | Annotated[ResultBlock, Tag('(tool_result)')],
-    bodies.by('type', {'text': '(text)', 'tool_result': '(tool_result)'}, 'text'),
+    bodies.by('type', ('text', 'tool_result'), 'text'),
 ]
 AssistantBlock: TypeAlias = Annotated[
     Annotated[openai.TextPart, Tag('(text)')]
     | Annotated[CallBlock, Tag('(tool_use)')]
     | Annotated[ThoughtBlock, Tag('(thinking)')],
-    bodies.by('type', {'text': '(text)', 'tool_use': '(tool_use)'} | dict.fromkeys(_THOUGHTS, '(thinking)'), 'text'),
+    bodies.by('type', ('text', 'tool_use', 'thinking', 'redacted_thinking'), 'text', {'redacted_thinking': 'thinking'}),
 ]
 
 
@@ -155,14 +152,14 @@ class CountRequest(openai.Conversation):
             Annotated[SystemMessage, Tag('(system)')]
             | Annotated[UserMessage, Tag('(user)')]
             | Annotated[AssistantMessage, Tag('(assistant)')],
-            bodies.by('role', {role: f'({role})' for role in ('user', 'assistant', 'system')}),
+            bodies.by('role', ('user', 'assistant', 'system')),
         ]
     ]
     system: openai.Content = ''
     tools: openai.Tools[Tool] = Field([])
     tool_choice: Annotated[
-        Annotated[Choice, Tag('(choice)')] | Annotated[NamedChoice, Tag('(named)')],
-        bodies.by('type', dict.fromkeys(('auto', 'any', 'none'), '(choice)') | {'tool': '(named)'}, 'auto'),
+        Annotated[Choice, Tag('(auto)')] | Annotated[NamedChoice, Tag('(tool)')],
+        bodies.by('type', ('auto', 'any', 'none', 'tool'), 'auto', {'any': 'auto', 'none': 'auto'}),
     ] = bodies.OBJECT
     output_config: OutputConfig = bodies.OBJECT
     output_format: openai.Format | None = None

@@ -69,9 +69,9 @@ class NestedFormat(bodies.Body):
     json_schema: JsonSchema = bodies.OBJECT
 
 
-_FORMATS = bodies.by('type', {'text': '(plain)', 'json_object': '(plain)', 'json_schema': '(schema)'}, 'text')
-Format = Annotated[Annotated[PlainFormat, Tag('(plain)')] | Annotated[SchemaFormat, Tag('(schema)')], _FORMATS]
-ChatFormat = Annotated[Annotated[PlainFormat, Tag('(plain)')] | Annotated[NestedFormat, Tag('(schema)')], _FORMATS]
+_FORMATS = bodies.by('type', ('text', 'json_object', 'json_schema'), 'text', {'json_object': 'text'})
+Format = Annotated[Annotated[PlainFormat, Tag('(text)')] | Annotated[SchemaFormat, Tag('(json_schema)')], _FORMATS]
+ChatFormat = Annotated[Annotated[PlainFormat, Tag('(text)')] | Annotated[NestedFormat, Tag('(json_schema)')], _FORMATS]
 
 
 def read_format(field: str, given: PlainFormat | SchemaFormat | NestedFormat | None) -> tuple[Wish, ...]:

@@ -75,13 +75,12 @@ class ReasoningItem(bodies.Skipped):
     type: Literal['reasoning']
 
 
-_KINDS = ('message', 'function_call', 'function_call_output', 'reasoning')
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag('(message)')]
     | Annotated[CallItem, Tag('(function_call)')]
     | Annotated[ResultItem, Tag('(function_call_output)')]
     | Annotated[ReasoningItem, Tag('(reasoning)')],
-    bodies.by('type', {kind: f'({kind})' for kind in _KINDS}, 'message'),
+    bodies.by('type', ('message', 'function_call', 'function_call_output', 'reasoning'), 'message'),
 ]
 
 

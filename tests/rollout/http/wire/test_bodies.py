@@ -34,7 +34,7 @@ class Left(bodies.Skipped):
 
 Either = Annotated[
     Annotated[Inner, Tag('(inner)')] | Annotated[Named, Tag('(named)')] | Annotated[Left, Tag('(skipped)')],
-    bodies.by('type', {'inner': '(inner)', 'named': '(named)', 'skipped': '(skipped)'}, 'inner'),
+    bodies.by('type', ('inner', 'named', 'skipped'), 'inner'),
 ]
 
 
@@ -87,7 +87,7 @@ def fault_of(values):
         ({'word': 'c'}, 'word', "word='c' must be 'a' or 'b'"),
         ({'word': ['a']}, 'word', "word=['a'] must be 'a' or 'b'"),
         ({'stops': ['a', '']}, 'stops', "stops='' must have at least 1 character"),
-        ({'stops': ['a'] * 65}, 'stops', "stops=['a', 'a', 'a', 'a', 'a', 'a', ...] must have at most 64 items"),
+        ({'stops': ['a'] * 65}, 'stops', "stops=('a', 'a', 'a', 'a', 'a', 'a', ...) must have at most 64 items"),
         ({'stops': 'a' * 4097}, 'stops', "stops='aaaa"),
         ({'ids': [1, -1]}, 'ids', 'ids=-1 is no token id: use integers from 0 to 2147483647'),
         ({'ids': [1, True]}, 'ids', 'ids=True is no token id'),
