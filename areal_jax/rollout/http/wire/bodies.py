@@ -17,6 +17,7 @@ import numpy as np
 import pydantic
 import pydantic_core
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic_core import core_schema
 
 from areal_jax.columns import Column, find
 from areal_jax.files import JsonObject
@@ -99,21 +100,24 @@ class Body(pydantic.BaseModel):
 
     def list_ignored(self, path: str) -> Iterator[str]:
         """Lists the sent fields without influence, here and inside; raises RequestError for an unknown field."""
-        columns = None
         for name, value in self.sent.items():
             if attribute := self.attributes.get(name):
                 yield from _list_inside(getattr(self, attribute), f'{path}{name}')
-            elif name in self.ignored:
+            elif self.ignores(name, value, path):
                 yield path + name
-            elif name in self.unserved:
-                if value:
-                    raise refuse(path + name, value, self.fixes.get(name, 'is not served: leave it out'))
-            else:
-                columns = self.column_fields() if columns is None else columns
-                if name not in columns:
-                    raise refuse(path + name, value, 'is an unknown field: leave it out')
-                if value not in (wanted := columns[name].value, False) or type(value) not in (bool, type(wanted)):
-                    raise refuse(path + name, value, f'must be {wanted!r}')
+
+    @classmethod
+    def ignores(cls, name: str, value: object, path: str) -> bool:
+        """Whether a field that is not declared has no influence; raises RequestError for one that is not taken."""
+        if name in cls.unserved:
+            if value:
+                raise refuse(path + name, value, cls.fixes.get(name, 'is not served: leave it out'))
+        elif name not in cls.ignored:
+            if (column := cls.column_fields().get(name)) is None:
+                raise refuse(path + name, value, 'is an unknown field: leave it out')
+            if value not in (column.value, False) or type(value) not in (bool, type(column.value)):
+                raise refuse(path + name, value, f'must be {column.value!r}')
+        return name in cls.ignored
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -164,7 +168,12 @@ def read(kind: type[BodyT], values: object) -> tuple[BodyT, set[str]]:
     try:
         body = kind.model_validate(values)
     except pydantic.ValidationError as error:
-        raise _refuse(error.errors(include_url=False)[0]) from None
+        fault = error.errors(include_url=False)[0]
+        if fault['type'] == 'missing' and len(fault['loc']) == 1 and isinstance(values, dict):
+            for name, value in values.items():  # a misspelt name, most likely
+                if value is not None and name not in kind.attributes:
+                    kind.ignores(name, value, '')
+        raise _refuse(fault) from None
     return body, {_INDEX.sub('', path) for path in body.list_ignored('')}
 
 
@@ -251,6 +260,27 @@ def by(field: str, kinds: Collection[str], default: str = '', same: Mapping[str,
     return Discriminator(choose, f'{_KIND}{field}', f'must be {" or ".join(map(repr, kinds))}')
 
 
+class Within(NamedTuple):
+    """The range of a number, [least, most] or (least, most]."""
+
+    least: float
+    most: float
+    above: bool = False
+
+    def __get_pydantic_core_schema__(
+        self, kind: type, handler: pydantic.GetCoreSchemaHandler
+    ) -> pydantic_core.CoreSchema:
+        least, most = self.least, self.most
+        if kind is int:
+            words = f'an integer from {least} to {most}'
+            schema: pydantic_core.CoreSchema = core_schema.int_schema(ge=int(least), le=int(most), strict=True)
+        else:
+            words = f'a number {"above" if self.above else "from"} {least:g} to {most:g}'
+            ge, gt = (None, least) if self.above else (least, None)
+            schema = core_schema.float_schema(ge=ge, gt=gt, le=most, strict=True, allow_inf_nan=False)
+        return core_schema.custom_error_schema(schema, 'range', custom_error_message=f'must be {words}')
+
+
 # a value, or a list of up to MOST_PROMPTS entries
 OneOrList: TypeAlias = Annotated[
     Annotated[One, Tag(_ONE)] | Annotated[list[Many], Tag(_LIST), Field(max_length=MOST_PROMPTS, fail_fast=True)],
@@ -263,14 +293,14 @@ OneOrTurns: TypeAlias = Annotated[
 Text = Annotated[str, Field(max_length=4096)]  # a name, an id or a path: replies and events repeat some of them
 LongText = Annotated[str, Field(max_length=_LARGEST)]  # with any bound pydantic refuses half a surrogate pair
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
-Natural = Annotated[int, Field(ge=0, le=_LARGEST)]
-Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
-Samples = Annotated[int, Field(ge=1, le=1024)]  # bounds the answers of one body
-Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
-Priority = Annotated[int, Field(ge=-(2**31), le=_LARGEST)]
-Start = Annotated[int, Field(ge=-1, le=_LARGEST)]  # a position; -1 = none
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+Natural = Annotated[int, Within(0, _LARGEST)]
+Positive = Annotated[int, Within(1, _LARGEST)]
+Samples = Annotated[int, Within(1, 1024)]  # bounds the answers of one body
+Alternatives = Annotated[int, Within(0, MOST_ALTERNATIVES)]
+Priority = Annotated[int, Within(-(2**31), _LARGEST)]
+Start = Annotated[int, Within(-1, _LARGEST)]  # a position; -1 = none
+Seed = Annotated[int, Within(0, 2**63 - 1)]
+Penalty = Annotated[float, Within(-2, 2)]
 
 
 def read_arguments(given: object) -> JsonObject | str:
@@ -401,11 +431,11 @@ Bias = Annotated[
 class Sampling(Body):
     """Every sampling parameter except the limit of new tokens, with the names of vLLM and OpenAI."""
 
-    temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_require_divisor)] = 1.0
+    temperature: Annotated[float, Within(0, 1e4), AfterValidator(_require_divisor)] = 1.0
     top_k: Start = 0  # -1 is off too
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Within(0, 1, above=True)] = 1.0
+    min_p: Annotated[float, Within(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, Within(0, 10, above=True)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Bias = ()

@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 import grpc
-from pydantic import Field
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S
 from areal_jax.rollout.http.wire import control as wire
-from areal_jax.rollout.http.wire.bodies import Body, Text, read
+from areal_jax.rollout.http.wire.bodies import Body, Text, Within, read
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.jetstream.control import (
     ABORT,
@@ -31,7 +30,7 @@ from areal_jax.rollout.jetstream.control import (
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls, end_refused
 from areal_jax.rollout.jetstream.server.request_messages import read_control
 
-Seconds = Annotated[float, Field(ge=0, le=LONGEST_LEASE_S)]  # of a lease; 0 = not given
+Seconds = Annotated[float, Within(0, LONGEST_LEASE_S)]  # of a lease; 0 = not given
 
 
 class _Request(Body):

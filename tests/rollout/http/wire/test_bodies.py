@@ -16,7 +16,7 @@ class Inner(bodies.Body):
 
     ignored = ('color',)
     type: Literal['inner'] = 'inner'
-    size: Annotated[int, Field(ge=1, le=5)] = 1
+    size: Annotated[int, bodies.Within(1, 5)] = 1
 
 
 class Named(bodies.Body):
@@ -44,8 +44,8 @@ class Whole(bodies.Body):
     ignored = ('user',)
     unserved = ('image',)
     flag: bool = False
-    size: Annotated[int, Field(ge=1, le=5)] = 1
-    share: Annotated[float, Field(gt=0, le=2)] = 1.0
+    size: Annotated[int, bodies.Within(1, 5)] = 1
+    share: Annotated[float, bodies.Within(0, 2, above=True)] = 1.0
     name: bodies.Text = ''
     text: bodies.LongText = ''
     word: Literal['a', 'b'] = 'a'
@@ -56,6 +56,12 @@ class Whole(bodies.Body):
     inner: Inner = bodies.OBJECT
     parts: bodies.OneOrList[str, Either] = ''
     schema_: bodies.FreeObject = Field({}, alias='schema')
+
+
+class Asked(bodies.Body):
+    """A body with a required field."""
+
+    name: bodies.Name
 
 
 def fault_of(values):
@@ -70,17 +76,17 @@ def fault_of(values):
     [
         ([1], 'body', 'body=[1] must be a JSON object'),
         ({'flag': 1}, 'flag', 'flag=1 must be true or false'),
-        ({'size': 6}, 'size', 'size=6 must be less than or equal to 5'),
-        ({'size': True}, 'size', 'size=True must be a valid integer'),
-        ({'size': 1.0}, 'size', 'size=1.0 must be a valid integer'),
+        ({'size': 6}, 'size', 'size=6 must be an integer from 1 to 5'),
+        ({'size': True}, 'size', 'size=True must be an integer from 1 to 5'),
+        ({'size': 1.0}, 'size', 'size=1.0 must be an integer from 1 to 5'),
         ({'size': 10**400}, 'size', 'size=1000'),
-        ({'share': 2.5}, 'share', 'share=2.5 must be less than or equal to 2'),
-        ({'share': 0}, 'share', 'share=0 must be greater than 0'),
-        ({'share': float('nan')}, 'share', 'share=nan must be a finite number'),
-        ({'share': float('inf')}, 'share', 'share=inf must be a finite number'),
+        ({'share': 2.5}, 'share', 'share=2.5 must be a number above 0 to 2'),
+        ({'share': 0}, 'share', 'share=0 must be a number above 0 to 2'),
+        ({'share': float('nan')}, 'share', 'share=nan must be a number above 0 to 2'),
+        ({'share': float('inf')}, 'share', 'share=inf must be a number above 0 to 2'),
         ({'share': 10**400}, 'share', 'share=1000'),
-        ({'share': '1'}, 'share', "share='1' must be a valid number"),
-        ({'share': True}, 'share', 'share=True must be a valid number'),
+        ({'share': '1'}, 'share', "share='1' must be a number above 0 to 2"),
+        ({'share': True}, 'share', 'share=True must be a number above 0 to 2'),
         ({'name': 3}, 'name', 'name=3 must be a valid string'),
         ({'name': 'x' * 4097}, 'name', "name='xxxx"),
         ({'text': '\ud800'}, 'text', "text='\\ud800' has half of a surrogate pair: write the whole character"),
@@ -103,7 +109,7 @@ def fault_of(values):
         ({'bias': {'7': 101}}, 'bias.7', 'bias.7=101 must be a number from -100 to 100'),
         ({'bias': {str(i): 1 for i in range(1025)}}, 'bias', 'bias={'),
         ({'inner': []}, 'inner', 'inner=[] must be a JSON object'),
-        ({'inner': {'size': 0}}, 'inner.size', 'inner.size=0 must be greater than or equal to 1'),
+        ({'inner': {'size': 0}}, 'inner.size', 'inner.size=0 must be an integer from 1 to 5'),
         ({'inner': {'more': 0}}, 'inner.more', 'inner.more=0 is an unknown field: leave it out'),
         ({'parts': [{}, 3]}, 'parts[1]', 'parts[1]=3 must be a JSON object'),
         ({'parts': [{'type': 'x'}]}, 'parts[0].type', "parts[0].type='x' must be 'inner' or 'named' or 'skipped'"),
@@ -126,6 +132,13 @@ def test_the_field_its_value_and_the_fix_are_named(values, field, message):
     assert found == field
     assert sentence.startswith(message)
     assert len(sentence) < 300
+
+
+def test_a_misspelt_field_is_named_before_the_missing_one():
+    with pytest.raises(RequestError, match=r'^nam=1 is an unknown field'):
+        bodies.read(Asked, {'nam': 1})
+    with pytest.raises(RequestError, match=r'^name=None is missing: send it'):
+        bodies.read(Asked, {'nam': None})
 
 
 def test_json_for_the_model_is_not_deeper_than_a_template_writes():
