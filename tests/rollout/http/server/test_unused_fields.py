@@ -274,7 +274,7 @@ def find_ignored_names():
     """Fields that a class of bodies ignores, and those that have no influence without another one."""
     root = pathlib.Path(areal_jax.__file__).parent / 'rollout' / 'http'
     for kind in find_bodies():
-        yield from kind.ignored
+        yield from kind.ignored if kind.__module__.startswith('areal_jax.') else ()
     for path in root.rglob('*.py'):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == 'without_influence':
