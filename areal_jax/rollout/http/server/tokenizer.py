@@ -39,8 +39,6 @@ class TokenizeRequest(bodies.Body):
 
 
 class DetokenizeRequest(bodies.Body):
-    """The body of /detokenize."""
-
     ignored = ('model',)
     tokens: Annotated[
         Annotated[bodies.MaybeIds, Tag('(one)')]

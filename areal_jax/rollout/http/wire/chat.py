@@ -40,8 +40,6 @@ class Turn(bodies.Body):
 
 
 class AssistantTurn(bodies.Body):
-    """A turn of the assistant."""
-
     ignored = ('name', *_IN_TURNS)
     unserved = ('refusal', 'audio', 'function_call', 'tool_call_id')
     role: Literal['assistant']
@@ -56,7 +54,6 @@ class AssistantTurn(bodies.Body):
         return self
 
     def read(self) -> Message:
-        """Returns the turn."""
         calls = [openai.describe_call(one.id, one.function.name, one.function.arguments) for one in self.tool_calls]
         return Message('assistant', openai.join_text(self.content or ''), tuple(calls))
 
@@ -72,7 +69,6 @@ class ToolTurn(bodies.Body):
     name: bodies.Text = ''
 
     def read(self) -> Message:
-        """Returns the turn."""
         return Message('tool', openai.join_text(self.content), (), self.tool_call_id, self.name)
 
 
@@ -87,8 +83,6 @@ Messages: TypeAlias = bodies.Turns[AnyTurn]
 
 
 class Request(openai.Request):
-    """The body of a request."""
-
     unserved = (
         'functions', 'function_call', 'audio', 'web_search_options', 'echo', 'chat_template', 'structured_outputs',
         'continue_final_message',

@@ -36,8 +36,6 @@ Prompts: TypeAlias = Annotated[
 
 
 class Request(openai.Request):
-    """The body of a request."""
-
     unserved = ('suffix', 'response_format', 'structured_outputs')
     prompt: Prompts
     max_tokens: bodies.Natural = 16

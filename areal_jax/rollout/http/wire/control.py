@@ -85,8 +85,6 @@ class Abort(bodies.Body):
 
 
 class Pause(bodies.Body):
-    """Pauses generation."""
-
     mode: Literal['abort', 'retract', 'in_place'] = 'abort'
 
 
@@ -125,8 +123,6 @@ class AbortRequests(bodies.Body):
 
 
 class WeightsPath(bodies.Body):
-    """Weights to load."""
-
     weights_path: bodies.Name
 
 

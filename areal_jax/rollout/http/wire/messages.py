@@ -25,8 +25,6 @@ _IGNORED = (
 
 
 class ResultBlock(bodies.Body):
-    """The result of a call."""
-
     ignored = ('is_error', 'cache_control')
     type: Literal['tool_result']
     tool_use_id: bodies.Text = ''
@@ -34,8 +32,6 @@ class ResultBlock(bodies.Body):
 
 
 class CallBlock(bodies.Body):
-    """A call."""
-
     ignored = ('cache_control', 'caller')
     type: Literal['tool_use']
     id: bodies.Text = ''
@@ -62,14 +58,11 @@ AssistantBlock: TypeAlias = Annotated[
 
 
 class SystemMessage(bodies.Body):
-    """A message of the system."""
-
     ignored = ('cache_control',)
     role: Literal['system']
     content: openai.Content
 
     def read(self) -> Iterable[Message]:
-        """Returns the turn."""
         return [Message('system', openai.join_text(self.content))]
 
 
@@ -84,10 +77,7 @@ class UserMessage(bodies.Body):
         """Returns a turn for each tool result, and one for each run of texts between them."""
         if isinstance(self.content, str):
             return [Message('user', self.content)]
-        return _join('user', (
-            Message('tool', openai.join_text(one.content), tool_call_id=one.tool_use_id)
-            if isinstance(one, ResultBlock) else Message('user', one.text) for one in self.content
-        ))  # fmt: skip
+        return _join('user', map(_read_user_block, self.content))
 
 
 class AssistantMessage(bodies.Body):
@@ -98,19 +88,13 @@ class AssistantMessage(bodies.Body):
     content: bodies.OneOrList[bodies.LongText, AssistantBlock]
 
     def read(self) -> Iterable[Message]:
-        """Returns one turn."""
         if isinstance(self.content, str):
             return [Message('assistant', self.content)]
-        return _join('assistant', (
-            Message('assistant', '', (openai.describe_call(one.id, one.name, one.input),))
-            if isinstance(one, CallBlock) else Message('assistant', one.text)
-            for one in self.content if not isinstance(one, bodies.Skipped)
-        ))  # fmt: skip
+        blocks = [block for block in self.content if not isinstance(block, bodies.Skipped)]
+        return _join('assistant', map(_read_assistant_block, blocks))
 
 
 class TypedTool(bodies.Body):
-    """The type of a tool."""
-
     type: Literal['custom'] = 'custom'
 
 
@@ -128,16 +112,12 @@ class Choice(bodies.Body):
 
 
 class NamedChoice(bodies.Body):
-    """The tool that must be called."""
-
     type: Literal['tool']
     name: bodies.Name
     disable_parallel_tool_use: bool = False
 
 
 class OutputConfig(bodies.Body):
-    """The object `output_config`."""
-
     ignored = ('effort', 'task_budget')
     format: openai.Format | None = None
 
@@ -167,8 +147,6 @@ class CountRequest(openai.Conversation):
 
 
 class Request(CountRequest):
-    """The body of a request."""
-
     ignored = _IGNORED
     max_tokens: bodies.Positive
 
@@ -204,6 +182,18 @@ def _make_call(request: CountRequest, ignored: set[str], limit: int | None) -> C
         *openai.read_format('output_format', request.output_format),
     ]
     return openai.make_call(request, ignored, turns, 'messages', limit, asked, wishes, request.stop_sequences)
+
+
+def _read_user_block(block: openai.TextPart | ResultBlock) -> Message:
+    if isinstance(block, ResultBlock):
+        return Message('tool', openai.join_text(block.content), tool_call_id=block.tool_use_id)
+    return Message('user', block.text)
+
+
+def _read_assistant_block(block: openai.TextPart | CallBlock) -> Message:
+    if isinstance(block, CallBlock):
+        return Message('assistant', '', (openai.describe_call(block.id, block.name, block.input),))
+    return Message('assistant', block.text)
 
 
 def _join(role: str, turns: Iterable[Message]) -> list[Message]:

@@ -155,8 +155,6 @@ class Function(bodies.Body):
 
 
 class TypedTool(bodies.Body):
-    """The type of a tool."""
-
     type: Literal['function'] = 'function'
 
 
@@ -168,8 +166,6 @@ class Tool(TypedTool):
 
 
 class NamedFunction(bodies.Body):
-    """The function that must be called."""
-
     name: bodies.Name
 
 
@@ -216,8 +212,6 @@ def choose(given: object, name: str, tools: Sequence[JsonObject], only_one: bool
 
 
 class CalledFunction(bodies.Body):
-    """The function of a call."""
-
     ignored = ('parsed_arguments',)  # added by the openai package
     name: bodies.Name
     arguments: bodies.Arguments

@@ -43,8 +43,6 @@ class MessageItem(bodies.Body):
 
 
 class CallItem(bodies.Body):
-    """A call of the assistant."""
-
     ignored = _OF_ITEMS
     type: Literal['function_call']
     call_id: bodies.Text = ''
@@ -52,20 +50,16 @@ class CallItem(bodies.Body):
     arguments: bodies.Arguments
 
     def read(self) -> Message:
-        """Returns the call as a turn."""
         return Message('assistant', '', (openai.describe_call(self.call_id, self.name, self.arguments),))
 
 
 class ResultItem(bodies.Body):
-    """The result of a call."""
-
     ignored = _OF_ITEMS
     type: Literal['function_call_output']
     call_id: bodies.Text = ''
     output: Content
 
     def read(self) -> Message:
-        """Returns the result as a turn."""
         return Message('tool', openai.join_text(self.output), tool_call_id=self.call_id)
 
 
@@ -89,8 +83,6 @@ class Tool(openai.Function, openai.TypedTool):
 
 
 class NamedTool(bodies.Body):
-    """The tool that must be called."""
-
     type: Literal['function'] = 'function'
     name: bodies.Name
 
@@ -103,8 +95,6 @@ class TextOptions(bodies.Body):
 
 
 class Request(openai.Conversation):
-    """The body of a request."""
-
     ignored = (
         'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
         'reasoning', 'truncation', 'include', 'max_tool_calls', 'stream_options',

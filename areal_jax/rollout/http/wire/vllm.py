@@ -71,8 +71,6 @@ class Usage(bodies.Body):
 
 
 class Request(bodies.Body):
-    """The body of a request."""
-
     unserved = (
         'features', 'content_parts', 'kv_transfer_params', 'ec_transfer_params', 'token_offsets', 'reasoning_ended',
         'reasoning_parser_kwargs',
