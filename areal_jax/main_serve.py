@@ -77,8 +77,7 @@ def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) 
     from areal_jax.config.kinds import OWN_CLIENT
     from areal_jax.installation import read_code_version
     from areal_jax.registry import Heartbeat
-    from areal_jax.rollout.http.server.server_names import name_server
-    from areal_jax.rollout.http.server.thread import describe_url
+    from areal_jax.rollout.http.server.thread import describe_url, name_server
     from areal_jax.rollout.servers.server_entries import describe_server
 
     entry = describe_server(name or name_server(describe_url(listener)), '', OWN_CLIENT.name, code=read_code_version())

@@ -20,7 +20,7 @@ from areal_jax.agents.gateway import Gateway, GatewaySettings, Session
 from areal_jax.agents.programs.program_host import Ending, Job
 from areal_jax.app.process.setup import set_up_process
 from areal_jax.control.episode import Call
-from areal_jax.rollout.http.server.body_values import BodyBound
+from areal_jax.rollout.http.server.limits import BodyBound
 from areal_jax.types import Prompt, SamplingParams, Segment
 
 CONTEXT = 1024

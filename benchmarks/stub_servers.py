@@ -19,8 +19,8 @@ import numpy as np
 from aiohttp import web
 
 from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.wire.encoding import DONE
 from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Finish, Piece, ReplyInfo
-from areal_jax.rollout.http.wire.sglang import DONE
 from benchmarks.host_toys import DIGEST
 
 HEADERS = {'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'}

@@ -362,5 +362,5 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/counting.py'}
     assert names == used | {'config/kinds.py', 'config/generation.py', '__init__.py', 'control/frictions.py'}
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'ROUTED_EXPERTS' in p.read_text()}
-    filled, checked = {'columns.py', 'models/families.py', 'models/experts.py'}, {'rollout/http/wire/column_form.py'}
+    filled, checked = {'columns.py', 'models/families.py', 'models/experts.py'}, {'rollout/http/wire/exchange.py'}
     assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/measurement.py'}

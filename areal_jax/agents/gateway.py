@@ -28,14 +28,13 @@ from areal_jax.agents.dialogue import Messages, Tools, Turn
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost, SaidTurn
 from areal_jax.errors import UserError, cut_text
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.callers import refuse_pages
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.generation import NamedEvents
-from areal_jax.rollout.http.server.limits import Limits, count_connections
-from areal_jax.rollout.http.server.replies import BODIES, Bodies, Handler, guard
+from areal_jax.rollout.http.server.limits import BodyBound, Limits, count_connections
+from areal_jax.rollout.http.server.replies import BODIES, Bodies, Handler, guard, refuse_pages
 from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire import chat, messages, responses
+from areal_jax.rollout.http.wire.encoding import DONE, read_integer
 from areal_jax.rollout.http.wire.exchange import (
     ASKED,
     MISSED,
@@ -57,8 +56,6 @@ from areal_jax.rollout.http.wire.openai import (
     require_granted,
     require_unread,
 )
-from areal_jax.rollout.http.wire.request_fields import read_integer
-from areal_jax.rollout.http.wire.sglang import DONE
 from areal_jax.text.chat_template import read_arguments
 from areal_jax.types import Prompt, SamplingParams, Segment
 

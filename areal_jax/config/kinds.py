@@ -14,6 +14,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.plugins import is_own, load_function, raising_user_error
 
 SERVER, CHANNEL = 'rollout.server', 'publication.channel'
+SERVING = ('aiohttp', 'pydantic')  # modules of HTTP servers and of their clients
 Reference: TypeAlias = str | Callable[..., Any]  # 'package.module:function', or the function
 
 
@@ -53,7 +54,7 @@ class ServerKind(NamedTuple):
     cuts_experts: bool = False  # over devices, as expert=K of cluster.engines asks
     leases_pauses: bool = False  # a pause ends by itself if the run is gone (rollout.pause_lease_s)
     limits_streams: bool = False  # its servers take server.max_streams answers at once, not rollout.slots
-    modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
+    modules: tuple[str, ...] = SERVING  # that the clients import
     reads_records: bool = False  # loads versions sent as records too, not only directories of files
     reads: tuple[str, ...] = ()  # fields or whole sections that its servers use, of sections without a dataclass
 
@@ -142,7 +143,7 @@ JETSTREAM = ServerKind(
     cuts_experts=True,
     leases_pauses=True,
     limits_streams=True,
-    modules=('grpc', 'google.protobuf'),
+    modules=('grpc', 'google.protobuf', 'pydantic'),
     reads=_READ_BY_SERVERS,
 )
 VLLM = ServerKind(

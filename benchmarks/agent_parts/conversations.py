@@ -28,7 +28,7 @@ from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
-from areal_jax.rollout.http.server.body_values import BodyBound
+from areal_jax.rollout.http.server.limits import BodyBound
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool

@@ -23,7 +23,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.bridge import Texts
-from areal_jax.rollout.http.server.replies import parse_tokenize
+from areal_jax.rollout.http.server.tokenizer import parse_tokenize
 from areal_jax.rollout.http.wire import chat, messages, responses
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
 from areal_jax.rollout.http.wire.exchange import RequestError, tokenize_call
@@ -93,7 +93,7 @@ def ask_dialect(parse, body):
 
 
 def ask_tokenize(tokenizer):
-    asked, _ = parse_tokenize({'messages': [ASKED], 'tools': [TOOL]})
+    asked = parse_tokenize({'messages': [ASKED], 'tools': [TOOL]})
     return Texts(tokenizer).apply_template(asked.messages, asked.tools)
 
 

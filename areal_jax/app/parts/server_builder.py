@@ -34,7 +34,7 @@ from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.http.wire.column_form import ColumnForm, list_forms
+from areal_jax.rollout.http.wire.exchange import ColumnForm, list_forms
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
 from areal_jax.rollout.servers.keeper import LogprobsMode, MismatchWatch, Score, ServerFacts, require_fit, state_facts
 from areal_jax.rollout.servers.member import ProbeSettings, ServerSettings

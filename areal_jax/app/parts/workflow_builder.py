@@ -28,7 +28,7 @@ from areal_jax.control.frictions import LOGPROBS, TEMPERATURE, Frictions
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_environment, is_own, load_function, raising_user_error
 from areal_jax.protocols import Clock, Generator, Workflow
-from areal_jax.rollout.http.server.body_values import BodyBound
+from areal_jax.rollout.http.server.limits import BodyBound
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.code.judge import ProgramLimits

@@ -18,7 +18,7 @@ from ml_collections import config_dict
 from areal_jax.config.addresses import is_loopback
 from areal_jax.config.agent_fields import HERMES, HUMAN_EVAL, NAME, PROGRAM
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.kinds import IN_PROCESS, find_server
+from areal_jax.config.kinds import IN_PROCESS, SERVING, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.errors import UserError
 from areal_jax.installation import describe_install
@@ -130,6 +130,7 @@ EXTRAS = {
     'math_verify': 'tasks',
     'gguf': 'gguf',
     'aiohttp': 'serve',
+    'pydantic': 'serve',
     'grpc': 'jetstream',
     'google.protobuf': 'jetstream',
     'wandb': 'wandb',
@@ -172,7 +173,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         for module in find_server(c.rollout.server).modules:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
     if c.rollout.workflow == PROGRAM:
-        yield 'aiohttp', f'rollout.workflow={PROGRAM!r}', ''
+        for module in SERVING:
+            yield module, f'rollout.workflow={PROGRAM!r}', ''
     if is_environment(c.task.name):
         yield 'zmq', f'task.name={c.task.name!r}', ''
         yield 'msgpack', f'task.name={c.task.name!r}', ''
@@ -184,7 +186,7 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
 
 def require_serving(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError if a package of a server is not installed."""
-    needed = {'aiohttp': 'a server'}
+    needed = dict.fromkeys(SERVING, 'a server')
     if config.server.notation != HERMES:
         needed['renderers'] = f'server.notation={config.server.notation!r}'
     for module, reason in needed.items():

@@ -31,7 +31,7 @@ from areal_jax.files import JsonObject, decode_json
 from areal_jax.publication.carriers.files_carrier import FilesReceiver
 from areal_jax.publication.versions import PublicationError
 from areal_jax.publication.weight_buffers import HfReceiver, copy_template
-from areal_jax.rollout.http.wire.request_fields import read_integer
+from areal_jax.rollout.http.wire.encoding import read_integer
 
 _MOST_BYTES = 1 << 16  # of a request
 _NO_HEADERS: Mapping[str, str] = {}

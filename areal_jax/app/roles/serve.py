@@ -51,13 +51,12 @@ from areal_jax.publication.versions import parse_delta, parse_version
 from areal_jax.registry import FencedError, Heartbeat
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, JaxScoring, PreparedWeights
 from areal_jax.rollout.http.server.bridge import Texts
-from areal_jax.rollout.http.server.callers import Callers
 from areal_jax.rollout.http.server.limits import Limits, raise_limit
-from areal_jax.rollout.http.server.server_names import reachable
+from areal_jax.rollout.http.server.replies import Callers
 from areal_jax.rollout.http.server.state import Facts
-from areal_jax.rollout.http.server.thread import ServedModel, describe_url
+from areal_jax.rollout.http.server.thread import ServedModel, describe_url, reachable
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
-from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
+from areal_jax.rollout.http.wire.encoding import LARGEST_VERSION, read_integer
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.servers.keeper import state_facts

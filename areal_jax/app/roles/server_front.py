@@ -11,8 +11,8 @@ from areal_jax.config.kinds import OWN, OWN_CLIENT, SERVER, ClientKind, find_ser
 
 if TYPE_CHECKING:
     from areal_jax.protocols import Inbox
-    from areal_jax.rollout.http.server.callers import Callers
     from areal_jax.rollout.http.server.limits import Limits
+    from areal_jax.rollout.http.server.replies import Callers
     from areal_jax.rollout.http.server.thread import ServedModel
 
 

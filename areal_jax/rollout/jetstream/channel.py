@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, Reply, StatusError
 from areal_jax.rollout.http.pauses import CLIENT, FENCED
-from areal_jax.rollout.http.wire import exchange
+from areal_jax.rollout.http.wire import reply
 from areal_jax.rollout.http.wire.exchange import INCARNATION
 from areal_jax.rollout.jetstream import control
 from areal_jax.rollout.jetstream.messages import DECODE, parse_decode, render_decode
@@ -57,9 +57,9 @@ class JetstreamConnection(Connection):
         self._channel: grpc.aio.Channel | None = None
         self._calls: dict[str, grpc.aio.UnaryStreamCall] = {}  # of Decode under way, by request id
 
-    async def act(self, method: str, fields: JsonObject | None = None) -> exchange.Reply:
+    async def act(self, method: str, fields: JsonObject | None = None) -> reply.Reply:
         """Calls the second service; raises StatusError for a refusal, NoReplyError without a reply."""
-        return exchange.Reply(control.decode(await self._ask(method, fields or {})))
+        return reply.Reply(control.decode(await self._ask(method, fields or {})))
 
     async def decode(self, request_id: str, settings: str, token_ids: Sequence[int], max_tokens: int) -> Decoded:
         """Returns the whole answer, or, if it was aborted, its part so far; raises StatusError, NoReplyError."""

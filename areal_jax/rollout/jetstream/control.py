@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import Reply, ReplyError, load_json
+from areal_jax.rollout.http.wire.encoding import load_json
+from areal_jax.rollout.http.wire.exchange import ReplyError
+from areal_jax.rollout.http.wire.reply import Reply
 
 SERVICE = 'areal_jax.EngineControl'
 PAUSE, RESUME, STAGE, SWAP, STATUS, ABORT, FLUSH, RECORD, REGISTER, RENEW = (

@@ -19,17 +19,9 @@ from areal_jax.columns import find
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import (
-    Answer,
-    Call,
-    FinishWord,
-    Piece,
-    Reply,
-    ReplyError,
-    cut_by_spans,
-    load_json,
-)
-from areal_jax.rollout.http.wire.request_fields import parse_json, refuse
+from areal_jax.rollout.http.wire.encoding import load_json, parse_json, refuse
+from areal_jax.rollout.http.wire.exchange import Answer, Call, FinishWord, Piece, ReplyError
+from areal_jax.rollout.http.wire.reply import Reply, cut_by_spans
 from areal_jax.types import LARGEST_LOGPROB
 
 SETTINGS = 'areal-call'  # metadata of a call; its value is ASCII

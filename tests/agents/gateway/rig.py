@@ -16,8 +16,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog, Recording
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.limits import BodyBound, Limits
 from areal_jax.types import Prompt, SamplingParams
 from tests.agents.toy_format import ToyFormat, ToyPool, user
 

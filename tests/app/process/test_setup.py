@@ -210,6 +210,7 @@ NEEDED = {
     'aiohttp': (
         {'rollout.server': 'own'}, r"rollout\.server='own' .*\[serve\]', or --config\.rollout\.server='in_process'"
     ),
+    'pydantic': ({'rollout.workflow': 'program'}, r"rollout\.workflow='program' .*\[serve\]'$"),
     'wandb': ({'telemetry.tracker': 'wandb'}, r"telemetry\.tracker='wandb' .*\[wandb\]', or .*tracker=none"),
     'mlflow': ({'telemetry.tracker': 'mlflow'}, r"telemetry\.tracker='mlflow' .*\[mlflow\]'"),
     'mcp': ({'agent.mcp_servers': ('server',)}, r"agent\.mcp_servers=\('server',\) .*\[agents\]'$"),

@@ -19,7 +19,7 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.vllm import OwnDialect
-from areal_jax.rollout.http.wire.column_form import RouteForm, list_forms
+from areal_jax.rollout.http.wire.exchange import RouteForm, list_forms
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams
 from tests.rollout.decode.examples import CONTEXT, DECODER, build

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import (
-    Answer,
-    Call,
-    CallSampling,
-    Finish,
-    Piece,
-    Reply,
-    ReplyError,
-    RequestError,
-)
+from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Finish, Piece, ReplyError, RequestError
+from areal_jax.rollout.http.wire.reply import Reply
 from areal_jax.rollout.jetstream import control
 from areal_jax.rollout.jetstream.client import JetstreamDialect
 from areal_jax.rollout.jetstream.record import (

@@ -11,7 +11,7 @@ import aiohttp
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.pauses import CLIENT
-from areal_jax.rollout.http.wire import exchange
+from areal_jax.rollout.http.wire import encoding, reply
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, FinishWord, Piece, ReplyError
 from areal_jax.types import EngineCapabilities
 
@@ -54,9 +54,9 @@ class Reply:
         shown = ' '.join(text[: 2 * _SHOWN].split())[:_SHOWN]
         return shown.encode(errors='replace').decode() or 'nothing'  # no lone surrogate
 
-    def fields(self) -> exchange.Reply:
+    def fields(self) -> reply.Reply:
         """Returns the fields of the JSON object; no fields if the content is not an object."""
-        return exchange.Reply(self.content if isinstance(self.content, dict) else {})
+        return reply.Reply(self.content if isinstance(self.content, dict) else {})
 
 
 class Connection:
@@ -162,7 +162,7 @@ def _broken_off(path: str, error: Exception) -> NoReplyError:
 
 def _read(status: int, text: str) -> Reply:
     try:
-        content = exchange.load_json(text)
+        content = encoding.load_json(text)
     except ReplyError:
         content = None
     return Reply(status, text, content)

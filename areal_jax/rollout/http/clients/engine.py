@@ -20,9 +20,16 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
-from areal_jax.rollout.http.clients.calls import ServerRequest, make_call, require_fit, require_plain
 from areal_jax.rollout.http.clients.connection import CAPABILITIES, Connection, Dialect
-from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
+from areal_jax.rollout.http.clients.server import (
+    Server,
+    ServerLimits,
+    ServerRequest,
+    make_call,
+    read_version,
+    require_fit,
+    require_plain,
+)
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
 from areal_jax.rollout.servers.member import HeldWeights, OutcomeUnknownError, RemoteError, RequestFailedError
 from areal_jax.rollout.servers.server_entries import ServerEntry

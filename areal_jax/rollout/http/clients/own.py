@@ -12,10 +12,16 @@ from typing import TypeVar
 from areal_jax.control.event_writer import EventLog
 from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock, Event
-from areal_jax.rollout.http.clients.calls import ServerRequest, make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.engine import Arrival, ClientParts, ServerEngine
-from areal_jax.rollout.http.clients.server import ServerLimits, read_version
+from areal_jax.rollout.http.clients.server import (
+    ServerLimits,
+    ServerRequest,
+    make_own_call,
+    read_version,
+    require_fit,
+    require_own,
+)
 from areal_jax.rollout.http.clients.vllm import OwnDialect, StagingDialect
 from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.wire.exchange import Call, Piece

@@ -18,8 +18,9 @@ from areal_jax.rollout.http.clients.connection import Connection, Dialect, NoRep
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.engine import connect as connect_dialect
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece, Reply, cut_by_spans
-from areal_jax.rollout.http.wire.sglang import parse_event
+from areal_jax.rollout.http.wire.encoding import parse_event
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
+from areal_jax.rollout.http.wire.reply import Reply, cut_by_spans
 from areal_jax.types import concatenate
 
 TakeDelta = Callable[[vllm.Delta, JsonObject], None]  # the delta of an event, and the event

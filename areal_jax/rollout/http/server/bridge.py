@@ -19,8 +19,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.pauses import CLIENT, FENCED, FencedError, LeasedError
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
+from areal_jax.rollout.http.server.limits import FAILED, BodyBound, Limits, Load
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
 from areal_jax.rollout.http.wire.answer_reader import (
     BEGIN_TOKEN,
@@ -36,6 +35,7 @@ from areal_jax.rollout.http.wire.answer_reader import (
     WholeReader,
     cut_stop,
 )
+from areal_jax.rollout.http.wire.encoding import refuse
 from areal_jax.rollout.http.wire.exchange import (
     ASKED,
     Answer,
@@ -51,7 +51,6 @@ from areal_jax.rollout.http.wire.exchange import (
     tokenize_call,
 )
 from areal_jax.rollout.http.wire.openai import Required, find_misses, grant, require_unread
-from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
 from areal_jax.text.chat_template import TokenizerError, ToolsNotShownError, require_place

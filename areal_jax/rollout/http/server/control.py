@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import cast
 
 from aiohttp import web
 
@@ -11,12 +11,12 @@ from areal_jax.rollout.http.pauses import CLIENT, Lease, ServerPause
 from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
 from areal_jax.rollout.http.service import UpdateError
 from areal_jax.rollout.http.wire import control as wire
+from areal_jax.rollout.http.wire.bodies import BodyT, read
+from areal_jax.rollout.http.wire.encoding import refuse
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, refuse
 from areal_jax.types import KvPolicy
 
 _VLLM_PAUSES = ('abort', 'wait', 'keep')
-Found = TypeVar('Found')
 _ID_PREFIXES = ('generate-tokens-', 'cmpl-', 'chatcmpl-')  # prefixes of a request's id in replies
 
 
@@ -63,31 +63,27 @@ def _knowing(query: tuple[str, ...], handler: Handler) -> Handler:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    name = await _read(request, wire.read_abort)
-    bridge = request.app[BRIDGE]
-    if name:
-        await bridge.act('abort', lambda service: service.cancel([name]), bridge.limits.reply_s)
-    else:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    asked = await _read(request, wire.Abort)
+    await _cancel(request, () if asked.abort_all else (asked.rid,))
     return web.Response()
 
 
 async def pause_generation(request: web.Request) -> web.Response:
     if not request.body_exists:
         raise RequestError('', 'the body is empty: send {} or {"mode": "abort"}')
-    mode = await _read(request, wire.read_pause)
-    await _pause(request, cast(ServerPause, mode))
+    asked = await _read(request, wire.Pause)
+    await _pause(request, asked.mode)
     return web.json_response({'message': 'Generation paused successfully.', 'status': 'ok'})
 
 
 async def continue_generation(request: web.Request) -> web.Response:
-    await _read(request, wire.read_continue)
+    await _read(request, wire.Continue)
     await _resume(request)
     return web.json_response({'message': 'Generation continued successfully.', 'status': 'ok'})
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     bridge, client = request.app[BRIDGE], _client(request)
     await bridge.act('flush', lambda service: service.flush_cache(client), bridge.limits.reply_s)
     return web.Response(text='Cache flushed.\n')
@@ -95,10 +91,11 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     """Loads and swaps weights; answers 400 with success=false if it fails. No refusal changes anything."""
-    path, label, flush, cancel = await _read(request, wire.read_update_from_disk)
+    asked = await _read(request, wire.UpdateFromDisk)
+    label = asked.weight_version
     try:
-        await _load(request, path, label or '')
-        await _swap(request, label, flush=flush, cancel=cancel)
+        await _load(request, asked.model_path, label)
+        await _swap(request, label or None, flush=asked.flush_cache, cancel=asked.abort_all_requests)
     except UpdateError as error:
         return web.json_response({'success': False, 'message': str(error), 'num_paused_requests': 0}, status=400)
     version = f' Weight version updated to {label}.' if label else ''
@@ -108,11 +105,11 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 async def update_weight_version(request: web.Request) -> web.Response:
     """Sets the weight version; SGLang and vLLM share this route."""
-    label, cancel = await _read(request, wire.read_new_version)
-    bridge, client = request.app[BRIDGE], _client(request)
-    if cancel:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
-    await bridge.act('relabel', lambda service: service.relabel(label, client))
+    asked = await _read(request, wire.NewVersion)
+    client, label = _client(request), asked.new_version
+    if asked.abort_all_requests:
+        await _cancel(request, ())
+    await request.app[BRIDGE].act('relabel', lambda service: service.relabel(label, client))
     message = f'Weight version updated to {label}'
     return web.json_response({'success': True, 'message': message, 'new_version': label})
 
@@ -121,7 +118,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     mode = _query(request, 'mode', _VLLM_PAUSES)
     clear = _query(request, 'clear_cache', ('true', 'false')) == 'true'
     pause = ('retract' if clear else 'in_place') if mode == 'keep' else mode
@@ -130,7 +127,7 @@ async def pause(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     await _resume(request)
     return web.json_response({'status': 'resumed'})
 
@@ -152,19 +149,15 @@ async def weight_info(request: web.Request) -> web.Response:
 
 async def abort_requests(request: web.Request) -> web.Response:
     """Ends requests by their ids, with or without the prefix that replies add; an empty list ends all."""
-    given = await _read(request, wire.read_abort_ids)
-    bridge = request.app[BRIDGE]
-    if given:
-        names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
-        names += [name.removesuffix('-0') for name in names]
-        await bridge.act('abort', lambda service: service.cancel(names), bridge.limits.reply_s)
-    else:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    given = (await _read(request, wire.AbortRequests)).request_ids
+    given = [given] if isinstance(given, str) else given
+    names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
+    await _cancel(request, [*names, *(name.removesuffix('-0') for name in names)])
     return web.json_response({'status': 'aborted', 'aborted': len(given)})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     bridge, client = request.app[BRIDGE], _client(request)
     await bridge.act('flush', lambda service: service.flush_cache(client), bridge.limits.reply_s)
     return web.json_response({'success': True})
@@ -172,20 +165,20 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def start_weight_update(request: web.Request) -> web.Response:
     """First phase: announces an update; this server has nothing to prepare."""
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     return web.json_response({'message': 'Weight update started'})
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """Second phase: loads the directory of `update_info` while decoding continues with the old weights."""
-    path = await _read(request, wire.read_update)
-    await _load(request, path)
+    asked = await _read(request, wire.Update)
+    await _load(request, asked.update_info.weights_path)
     return web.json_response({'message': 'Weights updated'})
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
     """Third phase: swaps between two dispatches; answers once no more tokens are drawn under the old weights."""
-    label = await _read(request, wire.read_finish)
+    label = (await _read(request, wire.FinishUpdate)).weight_version or None
     await _swap(request, label, flush=True, cancel=False)
     pause_s = (await request.app[BRIDGE].look()).update_pause_s
     return web.json_response({'message': 'Weight update finished', 'weight_version': label, 'pause_seconds': pause_s})
@@ -193,8 +186,8 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 
 async def collective_rpc(request: web.Request) -> web.Response:
     """Runs vLLM's method that loads weights, no other; the weight version stays until /update_weight_version."""
-    path = await _read(request, wire.read_rpc)
-    await _load(request, path)
+    asked = await _read(request, wire.Rpc)
+    await _load(request, asked.kwargs.weights_path)
     await _swap(request, None, flush=True, cancel=False)
     return web.json_response({'results': [None]})
 
@@ -204,7 +197,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
 
 async def register_client(request: web.Request) -> web.Response:
     """Registers a client; ends every request and the pauses of other such clients, which are refused from now on."""
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     client = wire.require_client(_client(request))
     await request.app[BRIDGE].act('register', lambda service: service.register(client))
     return web.json_response({'status': 'registered'})
@@ -212,7 +205,7 @@ async def register_client(request: web.Request) -> web.Response:
 
 async def renew_pause(request: web.Request) -> web.Response:
     """Renews the lease of a pause; never begins a pause again that has ended."""
-    await _read(request, wire.read_nothing)
+    await _read(request, wire.Nothing)
     wire.require_client(_client(request))
     lease, bridge = _lease(request), request.app[BRIDGE]
     assert lease is not None
@@ -223,12 +216,18 @@ async def renew_pause(request: web.Request) -> web.Response:
 # Shared by all routes.
 
 
-async def _read(request: web.Request, read: Callable[[Fields], Found]) -> Found:
-    """Returns the result of a reader on the body; counts fields without influence."""
-    fields = Fields(await read_body(request))
-    found = read(fields)
-    request.app[BRIDGE].counts.note_ignored(fields.ignored)
-    return found
+async def _read(request: web.Request, kind: type[BodyT]) -> BodyT:
+    """Returns the body; counts fields without influence."""
+    body, ignored = read(kind, await read_body(request))
+    request.app[BRIDGE].counts.note_ignored(ignored)
+    return body
+
+
+async def _cancel(request: web.Request, names: Sequence[str]) -> None:
+    """Ends the requests with these names; without names all."""
+    bridge = request.app[BRIDGE]
+    act = (lambda service: service.cancel(names)) if names else (lambda service: service.cancel_all())
+    await bridge.act('abort', act, bridge.limits.reply_s)
 
 
 async def _pause(request: web.Request, mode: ServerPause) -> None:

@@ -1,4 +1,4 @@
-"""The page of all routes: /openapi.json, generated from the parsers, and the same as HTML at /docs."""
+"""The page of all routes: /openapi.json, generated from the models of bodies, and the same as HTML at /docs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import html
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 from aiohttp import web
@@ -14,56 +16,34 @@ from aiohttp import web
 from areal_jax.columns import cut, declared, find, of_models, of_tokens
 from areal_jax.files import JsonObject
 from areal_jax.installation import __version__
-from areal_jax.rollout.http.server.callers import RULE
-from areal_jax.rollout.http.server.replies import read_detokenize, read_tokenize
+from areal_jax.rollout.http.server.replies import RULE
+from areal_jax.rollout.http.server.tokenizer import DetokenizeRequest, TokenizeRequest
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
-from areal_jax.rollout.http.wire.exchange import ASKED, Answer, Call, Finish, Piece, ReplyInfo, ToolCall, name_answers
-from areal_jax.rollout.http.wire.request_fields import Fields, Parser, describe_request, describe_value
+from areal_jax.rollout.http.wire.bodies import Body, ask_columns, describe
+from areal_jax.rollout.http.wire.exchange import ASKED, Answer, Finish, Piece, ReplyInfo, ToolCall, name_answers
 from areal_jax.types import TokenScores
 
-_Reader = Callable[[Fields], object]
+_TOKEN = re.compile(r'<?\d+>?')
 _INFO = ReplyInfo('model', 0, lambda token: f'<{token}>')
 _FUNCTION = {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}, 'strict': False}
-_TOOLS = [{'type': 'function', 'function': _FUNCTION}]
-_CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
 _FINISHES = (Finish('length'), Finish('stop', 2), Finish('stop', 'end'), Finish('abort', message='Aborted'))
 _TOLD = {
     'return_token_ids': True, 'return_prompt_token_ids': True, 'return_meta_info': True,
     'stop_token_ids': [2],
 }  # fmt: skip
 _INFO_ONLY = {'return_meta_info': True}
-_TURNS = [
-    {'role': 'system', 'content': [{'type': 'text', 'text': 'Be short.'}]},
-    {'role': 'user', 'content': 'Hello'},
-    {'role': 'assistant', 'content': 'Hm', 'tool_calls': [_CALL]},
-    {'role': 'tool', 'content': '1', 'tool_call_id': 'c', 'name': 'add'},
-]
-_ITEMS = [
-    {'role': 'user', 'content': [{'type': 'input_text', 'text': 'Hello'}]},
-    {'type': 'reasoning'},
-    {'type': 'function_call', 'call_id': 'c', 'name': 'add', 'arguments': '{}'},
-    {'type': 'function_call_output', 'call_id': 'c', 'output': [{'type': 'input_text', 'text': '1'}]},
-]
-_BLOCK_TOOL = {'name': 'add', 'description': 'Adds.', 'input_schema': {'type': 'object'}}
-_BLOCKS = [
-    {'role': 'user', 'content': [{'type': 'text', 'text': 'Hello'}]},
-    {'role': 'assistant', 'content': [{'type': 'tool_use', 'id': 'c', 'name': 'add', 'input': {'a': 1}}]},
-    {'role': 'user', 'content': [
-        {'type': 'tool_result', 'tool_use_id': 'c', 'content': [{'type': 'text', 'text': '1'}]},
-    ]},
-]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One route; its request fields are those that `parse` takes from the examples. The page shows the first."""
+    """One route."""
 
     path: str
     method: str
     tag: str
     summary: str
-    parse: Parser | None = None
-    examples: tuple[JsonObject, ...] = ({},)
+    body: type[Body] | None = None
+    example: JsonObject = dataclasses.field(default_factory=dict)  # of a body
     replies: Sequence[object] = ()
     query: tuple[tuple[str, tuple[str, ...]], ...] = ()  # parameters with their choices
     is_text: bool = False  # the reply is no JSON
@@ -76,81 +56,73 @@ def list_operations() -> list[Operation]:
 
 
 def _generate(
-    path: str, tag: str, summary: str, dialect: object, *examples: JsonObject, told: Sequence[JsonObject]
+    path: str, tag: str, summary: str, dialect: ModuleType, example: JsonObject, *told: JsonObject
 ) -> Operation:
     """Describes a generating route; `told`: fields that replies depend on, the first with everything in a reply."""
-    parse, render = dialect.parse, dialect.render  # type: ignore[attr-defined]
-    bodies = [*examples, *(examples[0] | fields for fields in told)]
-    replies = [_reply(parse, render, body, index) for body in bodies for index in range(len(_FINISHES))]
-    return Operation(path, 'post', tag, summary, parse, examples, replies, streams=True)
+    replies = [_reply(dialect, example | fields, i) for fields in ({}, *told) for i in range(len(_FINISHES))]
+    return Operation(path, 'post', tag, summary, dialect.Request, example, replies, streams=True)
 
 
 def _generating() -> list[Operation]:
     ids, limit = [1, 2, 3], {'max_new_tokens': 8}
-    ask = lambda columns, field, value: {field.format(column.name): value for column in columns if column.published}
+    ask = lambda columns, field, value: dict.fromkeys(ask_columns(columns, field, value), value)
     asked = ask(declared(), ASKED, True)
     modes = ask(of_tokens(), '{}_mode', 'selected') | ask(of_models(), ASKED, True)
+    scored = {'return_logprob': True, 'logprob_start_len': 0}
     return [
         _generate(
             '/generate', 'SGLang', 'Answers to a prompt, whole or as events of a stream.', sglang,
             {'text': 'Hello', 'sampling_params': limit},
-            {'input_ids': ids, 'sampling_params': limit, 'return_logprob': True, 'logprob_start_len': 0},
-            told=[{
-                'sampling_params': limit | {'n': 2}, 'return_logprob': True, 'logprob_start_len': 0,
-                'top_logprobs_num': 1, 'return_text_in_logprobs': True, **modes,
-            }, {'sampling_params': limit | {'n': 2}}],
+            {
+                'sampling_params': limit | {'n': 2}, **scored, 'top_logprobs_num': 1, 'return_text_in_logprobs': True,
+                **modes,
+            },
+            {'text': None, 'input_ids': ids, **scored}, {'sampling_params': limit | {'n': 2}},
         ),
         _generate(
             '/inference/v1/generate', 'vLLM', 'Tokens in, tokens out.', vllm,
             {'token_ids': ids, 'sampling_params': {'max_tokens': 8, 'logprobs': 1}},
-            told=[{
+            {
                 'sampling_params': {'logprobs': 2, 'prompt_logprobs': 1, 'stop_token_ids': [2]},
                 'return_token_ids': True, **asked,
-            }, {'sampling_params': {'logprobs': 0}}, {'sampling_params': {}}],
+            },
+            {'sampling_params': {'logprobs': 0}}, {'sampling_params': {}},
         ),
         _generate(
             '/v1/completions', 'OpenAI', 'Continuations of a prompt, or the log-probs of its tokens.', completions,
-            {'prompt': 'Hello', 'max_tokens': 8}, {'prompt': ids, 'echo': True, 'max_tokens': 0, 'logprobs': 1},
-            told=[{'logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': 0}, _INFO_ONLY],
+            {'prompt': 'Hello', 'max_tokens': 8}, {'logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked},
+            {'prompt': ids, 'echo': True, 'max_tokens': 0, 'logprobs': 1}, {'logprobs': 0}, _INFO_ONLY,
         ),
         _generate(
             '/v1/chat/completions', 'OpenAI', 'The next turn of a conversation.', chat,
             {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
-            {'messages': _TURNS, 'tools': _TOOLS, 'stream_options': {}}, {'input_ids': ids},
-            told=[
-                {'logprobs': True, 'top_logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': True},
-                {'tools': _TOOLS},
-                _INFO_ONLY,
-            ],
+            {'logprobs': True, 'top_logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': True},
+            {'tools': [{'type': 'function', 'function': _FUNCTION}]}, _INFO_ONLY,
         ),
     ]  # fmt: skip
 
 
 def _conversing() -> list[Operation]:
-    tool = {'type': 'function'} | _FUNCTION
+    turns = {'messages': [{'role': 'user', 'content': 'Hello'}]}
     return [
         _generate(
             '/v1/responses', 'OpenAI', 'The next turn of a conversation, as items.', responses,
-            {'input': 'Hello', 'max_output_tokens': 8}, {'input': _ITEMS, 'tools': [tool]},
-            told=[{'tools': [tool]}],
+            {'input': 'Hello', 'max_output_tokens': 8}, {'tools': [{'type': 'function'} | _FUNCTION]},
         ),
         _generate(
             '/v1/messages', 'Anthropic', 'The next turn of a conversation, as blocks.', messages,
-            {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
-            {'messages': _BLOCKS, 'max_tokens': 8, 'tools': [_BLOCK_TOOL], 'system': [{'type': 'text', 'text': 'a'}]},
-            told=[{'tools': [_BLOCK_TOOL]}],
+            turns | {'max_tokens': 8}, {'tools': [{'name': 'add', 'input_schema': {'type': 'object'}}]},
         ),
         Operation(
-            '/v1/messages/count_tokens', 'post', 'Anthropic', 'Tokens of a conversation.', messages.parse_count,
-            ({'messages': [{'role': 'user', 'content': 'Hello'}]}, {'messages': _BLOCKS, 'tools': [_BLOCK_TOOL]}),
-            [{'input_tokens': 1}],
+            '/v1/messages/count_tokens', 'post', 'Anthropic', 'Tokens of a conversation.', messages.CountRequest,
+            turns, [{'input_tokens': 1}],
         ),
     ]  # fmt: skip
 
 
-def _reply(parse: Callable[[object], Call], render: Callable[..., object], body: JsonObject, index: int) -> object:
+def _reply(dialect: ModuleType, body: JsonObject, index: int) -> object:
     """Renders a server's reply with one token; some replies have scores of prompts, some have not."""
-    call = name_answers(parse(body), 'request')
+    call = name_answers(dialect.parse(body), 'request')
     prompt, token, number = np.array([1, 2, 3], np.int32), 5 + index, np.array([-0.5], np.float32)
     scores = TokenScores(number, np.array([[token]], np.int32), number[:, None])
     of_prompt = TokenScores(*(np.repeat(one, len(prompt) - 1, axis=0) for one in dataclasses.astuple(scores)))
@@ -165,65 +137,65 @@ def _reply(parse: Callable[[object], Call], render: Callable[..., object], body:
         )
         for i, name in enumerate(call.request_ids)
     ]  # fmt: skip
-    return json.loads(json.dumps(render(call, answers, _INFO)))
+    return json.loads(json.dumps(dialect.render(call, answers, _INFO)))
 
 
 def _controlling() -> list[Operation]:
-    def post(path: str, tag: str, summary: str, read: _Reader, example: JsonObject, reply: object) -> Operation:
-        return Operation(path, 'post', tag, summary, lambda body: read(Fields(body)), (example,), [reply])
+    def post(path: str, tag: str, summary: str, body: type[Body], example: JsonObject, reply: object) -> Operation:
+        return Operation(path, 'post', tag, summary, body, example, [reply])
 
     done = {'success': True, 'message': ''}
     return [
-        post('/abort_request', 'SGLang', 'Ends a request, or all.', control.read_abort, {'rid': 'request'}, None),
+        post('/abort_request', 'SGLang', 'Ends a request, or all.', control.Abort, {'rid': 'request'}, None),
         post(
-            '/pause_generation', 'SGLang', 'Pauses: ends, retracts or keeps what runs.', control.read_pause,
+            '/pause_generation', 'SGLang', 'Pauses: ends, retracts or keeps what runs.', control.Pause,
             {'mode': 'abort'}, {'message': '', 'status': 'ok'},
         ),
         post(
-            '/continue_generation', 'SGLang', 'Ends a pause.', control.read_continue, {}, {'message': '', 'status': ''}
+            '/continue_generation', 'SGLang', 'Ends a pause.', control.Continue, {}, {'message': '', 'status': ''}
         ),
         *(Operation('/flush_cache', one, 'SGLang', 'Forgets all KV.', is_text=True) for one in ('get', 'post')),
         post(
             '/update_weights_from_disk', 'SGLang', 'Loads weights and decodes with them.',
-            control.read_update_from_disk, {'model_path': '/models/v1', 'weight_version': '1'},
+            control.UpdateFromDisk, {'model_path': '/models/v1', 'weight_version': '1'},
             done | {'num_paused_requests': 0},
         ),
         post(
-            '/update_weight_version', 'SGLang', 'The same weights under another version.', control.read_new_version,
+            '/update_weight_version', 'SGLang', 'The same weights under another version.', control.NewVersion,
             {'new_version': '1'}, done | {'new_version': '1'},
         ),
         Operation(
-            '/pause', 'post', 'vLLM', 'Pauses.', lambda body: control.read_nothing(Fields(body)),
+            '/pause', 'post', 'vLLM', 'Pauses.', control.Nothing,
             replies=[{'status': 'paused'}],
             query=(('mode', ('abort', 'wait', 'keep')), ('clear_cache', ('true', 'false'))),
         ),
-        post('/resume', 'vLLM', 'Ends a pause.', control.read_nothing, {}, {'status': 'resumed'}),
+        post('/resume', 'vLLM', 'Ends a pause.', control.Nothing, {}, {'status': 'resumed'}),
         post(
-            '/abort_requests', 'vLLM', 'Ends these requests, or all.', control.read_abort_ids,
+            '/abort_requests', 'vLLM', 'Ends these requests, or all.', control.AbortRequests,
             {'request_ids': ['request']}, {'status': 'aborted', 'aborted': 1},
         ),
         Operation('/reset_prefix_cache', 'post', 'vLLM', 'Forgets all KV.', replies=[{'success': True}]),
         post(
-            '/start_weight_update', 'vLLM', 'First phase of an update.', control.read_nothing, {}, {'message': ''}
+            '/start_weight_update', 'vLLM', 'First phase of an update.', control.Nothing, {}, {'message': ''}
         ),
         post(
-            '/update_weights', 'vLLM', 'Second phase: loads, while decoding goes on.', control.read_update,
+            '/update_weights', 'vLLM', 'Second phase: loads, while decoding goes on.', control.Update,
             {'update_info': {'weights_path': '/models/v1'}}, {'message': ''},
         ),
         post(
-            '/finish_weight_update', 'vLLM', 'Third phase: decodes with them.', control.read_finish,
+            '/finish_weight_update', 'vLLM', 'Third phase: decodes with them.', control.FinishUpdate,
             {'weight_version': '1'}, {'message': '', 'weight_version': '1', 'pause_seconds': 0.0},
         ),
         post(
-            '/collective_rpc', 'vLLM', 'reload_weights.', control.read_rpc,
+            '/collective_rpc', 'vLLM', 'reload_weights.', control.Rpc,
             {'method': 'reload_weights', 'kwargs': {'weights_path': '/models/v1'}}, {'results': [None]},
         ),
         post(
             '/register_client', 'Server', 'Takes the server over for the client of the header X-Areal-Client.',
-            control.read_nothing, {}, {'status': 'registered'},
+            control.Nothing, {}, {'status': 'registered'},
         ),
         post(
-            '/renew_pause', 'Server', 'Renews the lease of a pause, by ?lease_s=SECONDS.', control.read_nothing, {},
+            '/renew_pause', 'Server', 'Renews the lease of a pause, by ?lease_s=SECONDS.', control.Nothing, {},
             {'renewed': True},
         ),
     ]  # fmt: skip
@@ -238,8 +210,7 @@ def _telling() -> list[Operation]:
     return [
         Operation(
             '/tokenize', 'post', 'Tokenizer', 'Ids of a text, of texts, or of a conversation.',
-            lambda body: read_tokenize(Fields(body)),
-            ({'prompt': 'Hello'}, {'prompt': ['Hello']}, {'messages': _TURNS, 'tools': _TOOLS}),
+            TokenizeRequest, {'prompt': 'Hello'},
             [
                 {'count': 1, 'max_model_len': 1, 'tokens': [1], 'token_strs': None},
                 {'count': [1], 'max_model_len': 1, 'tokens': [[1]], 'token_strs': ['a']},
@@ -247,8 +218,8 @@ def _telling() -> list[Operation]:
             ],
         ),
         Operation(
-            '/detokenize', 'post', 'Tokenizer', 'The text of ids.', lambda body: read_detokenize(Fields(body)),
-            ({'tokens': [1]},), [{'prompt': '', 'text': ''}, {'prompt': [''], 'text': ['']}],
+            '/detokenize', 'post', 'Tokenizer', 'The text of ids.', DetokenizeRequest, {'tokens': [1]},
+            [{'prompt': '', 'text': ''}, {'prompt': [''], 'text': ['']}],
         ),
         get('/tokenizer_info', 'Tokenizer', 'Special tokens by role.', {}),
         get('/v1/models', 'OpenAI', 'The served model.', {'object': 'list', 'data': [model]}),
@@ -304,10 +275,34 @@ def _describe(operation: Operation) -> JsonObject:
     ]
     if parameters:
         found['parameters'] = parameters
-    if operation.parse is not None:
-        body = {'schema': describe_request(operation.parse, operation.examples), 'example': operation.examples[0]}
+    if operation.body is not None:
+        body = {'schema': describe(operation.body), 'example': operation.example}
         found['requestBody'] = {'required': True, 'content': {'application/json': body}}
     return found
+
+
+def describe_value(*values: object) -> JsonObject:
+    """Returns the common schema of these replies: a field is required if all replies have it.
+
+    Objects whose keys are ids of tokens, 5 or <5>, may have any key.
+    """
+    objects = [value for value in values if isinstance(value, dict)]
+    lists = [value for value in values if isinstance(value, list)]
+    found: list[JsonObject] = []
+    if any(objects) and all(_TOKEN.fullmatch(name) for one in objects for name in one):
+        parts = [part for one in objects for part in one.values()]
+        found.append({'type': 'object', 'additionalProperties': describe_value(*parts)})
+    elif objects:
+        names = list(dict.fromkeys(name for one in objects for name in one))
+        properties = {name: describe_value(*(one[name] for one in objects if name in one)) for name in names}
+        required = [name for name in names if all(name in one for one in objects)]
+        found.append({'type': 'object', 'properties': properties, 'required': required})
+    if lists:
+        found.append({'type': 'array', 'items': describe_value(*(part for one in lists for part in one))})
+    words = {bool: 'boolean', int: 'integer', float: 'number', str: 'string', type(None): 'null'}
+    kinds = dict.fromkeys(words[type(value)] for value in values if type(value) in words)
+    found += [{'type': kind} for kind in kinds if not (kind == 'integer' and 'number' in kinds)]
+    return found[0] if len(found) == 1 else {'anyOf': found} if found else {}
 
 
 # The page.

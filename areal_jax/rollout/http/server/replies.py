@@ -1,25 +1,26 @@
-"""Shared by every route: access control, and refusals as replies in the dialect of the path."""
+"""Shared by every route: access control, the bodies of requests, and refusals in the dialect of the path."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import ModuleType
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
+from areal_jax.config.addresses import is_loopback, parse_host
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.body_parser import BodyParser
-from areal_jax.rollout.http.server.body_values import BodyBound, parse_large
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import (
     NAME,
@@ -28,15 +29,14 @@ from areal_jax.rollout.http.server.limits import (
     SMALL_BYTES,
     TOO_LATE,
     TOO_LONG_BODY,
+    BodyBound,
     Limits,
     Places,
+    parse_large,
 )
 from areal_jax.rollout.http.wire import messages, sglang, vllm
-from areal_jax.rollout.http.wire.exchange import INCARNATION, Message, RequestError
-from areal_jax.rollout.http.wire.openai import read_messages, read_tools
-from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, Fields, parse_json, read_token_ids
-from areal_jax.rollout.http.wire.sglang import write_slowly
-from areal_jax.text.chat_template import TokenizerError
+from areal_jax.rollout.http.wire.encoding import parse_json, write_slowly
+from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -272,142 +272,114 @@ def _too_long(limits: Limits) -> RequestError:
     return RequestError('', f'the body is larger than {limits.body_bytes} bytes: send less at once', TOO_LONG_BODY)
 
 
-# The routes of the tokenizer, in vLLM's form; lists of texts and of token ids are SGLang's.
+# Access control: callers with the key; without a key the programs of this machine, and no web page.
+#
+# A page of any address may send this server a POST with the content type of a form, also under a host name that the
+# page's owner points at this machine (DNS rebinding). The browser reveals this by Origin, by Sec-Fetch-Site, and by the
+# Host that the page used. A form cannot send a body of the type application/json: for it a browser asks for permission
+# first (CORS preflight), which this server never gives.
 
 
-_CHAT_UNSERVED = ('continue_final_message', 'chat_template', 'chat_template_kwargs', 'mm_processor_kwargs')
+# without key, and with any Host: cluster probes have no key and use pod names, and no such path generates anything
+OPEN_PATHS = ('/health', '/ready', '/ping', '/metrics')
+ACTING_PATHS = ('/flush_cache', '/health_generate')  # by GET too
+READING = ('GET', 'HEAD', 'OPTIONS')
+RULE = (
+    'No web page of another address is obeyed: what may change something is refused with 403 where Origin or '
+    'Sec-Fetch-Site is of another address or Host is no name of this server, and with 415 where a body is not '
+    'application/json. With the key of the server any Host and any type will do.'
+)  # for people
+_OWN_SITES = ('same-origin', 'none')  # 'none': an address that a user has typed
+_SITE = 'Sec-Fetch-Site'
+_JSON = 'application/json'
+_FORBIDDEN, _UNSUPPORTED = 403, 415
+_SHOWN = 80  # characters of a header that a sentence repeats
 
 
-class TokenizeCall(NamedTuple):
-    """The contents of a /tokenize request."""
+@dataclasses.dataclass(frozen=True)
+class Callers:
+    """The access rules of one server.
 
-    texts: str | tuple[str, ...]
-    messages: tuple[Message, ...]
-    tools: tuple[JsonObject, ...]
-    adds_special: bool  # add the special tokens that the tokenizer puts around texts
-    with_strings: bool  # return the texts of tokens
+    Args:
+      api_key: clients must send it; '' = none.
+      hosts: names by which clients without a key may call it, in addition to loopback; see config.addresses.name_hosts.
+    """
 
+    api_key: str = ''
+    hosts: frozenset[str] = frozenset()
 
-def list_routes() -> list[web.RouteDef]:
-    return [
-        web.post('/tokenize', tokenize),
-        web.post('/detokenize', detokenize),
-        web.get('/tokenizer_info', tokenizer_info),
-    ]
-
-
-async def tokenize(request: web.Request) -> web.Response:
-    """Answers the ids of a text, of each text of a list, or of a conversation in the model's chat form."""
-    bridge = request.app[BRIDGE]
-    async with request.app[BODIES].opened(request, parse_tokenize, MOST_PROMPTS) as parsed:
-        (texts, messages, tools, adds_special, with_strings), ignored = parsed
-        bridge.counts.note_ignored(ignored)
-        try:
-            if messages:
-                found = [await asyncio.to_thread(bridge.texts.apply_template, messages, tools)]
-            else:
-                listed = [texts] if isinstance(texts, str) else list(texts)
-                encode = functools.partial(bridge.texts.encode_prompt, adds_special=adds_special)
-                found = await asyncio.to_thread(lambda: [encode(text) for text in listed])
-        except TokenizerError as error:
-            field = 'messages' if messages else 'prompt'
-            raise RequestError(field, f'{field} has no token ids: {error}') from error
-    is_batch = not messages and not isinstance(texts, str)
-    return await request.app[BODIES].reply(
-        lambda: _render_tokens(bridge, found, is_batch, with_strings), sum(map(len, found)) * (2 if with_strings else 1)
-    )
+    def admit(self, request: web.Request) -> None:
+        """Raises RequestError for a request without the key, and for a request that a web page may have sent."""
+        if self.api_key:
+            if request.path in OPEN_PATHS:
+                return
+            if not _has_key(request, self.api_key):
+                raise RequestError(
+                    'Authorization', 'Authorization must be "Bearer KEY" with the key of this server', 401
+                )
+        refuse_pages(request, self.hosts, is_proven=bool(self.api_key))
 
 
-def _render_tokens(bridge: Bridge, found: Sequence[np.ndarray], is_batch: bool, with_strings: bool) -> JsonObject:
-    ids = [tokens.tolist() for tokens in found]
-    strings = [[bridge.texts.token_text(token) for token in tokens] for tokens in ids] if with_strings else None
-    counts = [len(tokens) for tokens in ids]
-    return {
-        'count': counts if is_batch else counts[0],
-        'max_model_len': bridge.context_tokens,
-        'tokens': ids if is_batch else ids[0],
-        'token_strs': strings if is_batch or strings is None else strings[0],
-    }
+KEYLESS = Callers()
 
 
-async def detokenize(request: web.Request) -> web.Response:
-    """Answers the text of ids, or of each list of ids, under the field names of both vLLM and SGLang."""
-    bridge = request.app[BRIDGE]
-    async with request.app[BODIES].opened(request, parse_detokenize, MOST_PROMPTS) as parsed:
-        (lists, is_batch, skip_special), ignored = parsed
-        bridge.counts.note_ignored(ignored)
-    for tokens in lists:
-        if len(tokens) and int(tokens.max()) >= bridge.vocab_size:
+def refuse_pages(request: web.Request, hosts: frozenset[str], *, is_proven: bool) -> None:
+    """Raises RequestError for a request that a web page of another address may have sent.
+
+    Args:
+      hosts: names of this server, in addition to loopback.
+      is_proven: the sender has the key, which no page has; then any Host and any type of body are accepted.
+    """
+    acts = request.method not in READING or request.path in ACTING_PATHS
+    called = {parse_host(authority) for authority in (request.host, *request.headers.getall(hdrs.HOST, ()))}
+    if not is_proven and (acts or request.path not in OPEN_PATHS):
+        _require_host(request, called, hosts)
+    if acts:
+        _require_origin(request, hosts | called if is_proven else hosts)
+        if request.body_exists and not is_proven:
+            _require_json(request)
+
+
+def _require_host(request: web.Request, called: set[str], own: frozenset[str]) -> None:
+    if not all(is_loopback(host) or host in own for host in called):
+        raise RequestError(
+            hdrs.HOST, f'Host: {request.host[:_SHOWN]!r} is no name of this server, and a web page may have made it '
+            'one: ask at 127.0.0.1, or start the server with the name in --config.server.hosts, or with a key in '
+            'AREAL_JAX_API_KEY', _FORBIDDEN,
+        )  # fmt: skip
+
+
+def _require_origin(request: web.Request, own: frozenset[str]) -> None:
+    for site in request.headers.getall(_SITE, ()):
+        if site not in _OWN_SITES:
             raise RequestError(
-                'tokens',
-                f'tokens has token {int(tokens.max())}, and the model {bridge.vocab_size} tokens: use ids of '
-                'its own tokenizer',
-            )
-    spell = bridge.texts.spell
-    texts = await asyncio.to_thread(lambda: [spell(tokens, skip_special=skip_special) for tokens in lists])
-    text = texts if is_batch else texts[0]
-    return await request.app[BODIES].reply(lambda: {'prompt': text, 'text': text}, sum(map(len, texts)) // 64)
+                _SITE, f'{_SITE}: {site[:_SHOWN]!r} is a web page of another address, which this server does not '
+                'obey: send the request from a program', _FORBIDDEN,
+            )  # fmt: skip
+    for origin in request.headers.getall(hdrs.ORIGIN, ()):
+        scheme, _, authority = origin.partition('://')
+        host = parse_host(authority) if scheme in ('http', 'https') else ''
+        if not host or not (is_loopback(host) or host in own):
+            raise RequestError(
+                hdrs.ORIGIN, f'Origin: {origin[:_SHOWN]!r} is a web page of another address, which this server does '
+                'not obey: send the request from a program, or start the server with the host of the page in '
+                '--config.server.hosts', _FORBIDDEN,
+            )  # fmt: skip
 
 
-async def tokenizer_info(request: web.Request) -> web.Response:
-    """Answers the special tokens by role, for harnesses that tokenize with this server."""
-    bridge = request.app[BRIDGE]
-    info: JsonObject = {'max_model_len': bridge.context_tokens, 'vocab_size': bridge.vocab_size}
-    return web.json_response(info | bridge.texts.special_tokens())
+def _require_json(request: web.Request) -> None:
+    """Raises RequestError unless there is one content type, application/json, with any parameters."""
+    types = request.headers.getall(hdrs.CONTENT_TYPE, ())
+    if [one.partition(';')[0].strip().lower() for one in types] != [_JSON]:
+        shown = ', '.join(types)[:_SHOWN]
+        raise RequestError(
+            hdrs.CONTENT_TYPE, f"Content-Type: {shown!r} is not {_JSON}, and a web page could have sent it: send the "
+            f"body with -H 'content-type: {_JSON}'", _UNSUPPORTED,
+        )  # fmt: skip
 
 
-def parse_tokenize(body: object) -> tuple[TokenizeCall, tuple[str, ...]]:
-    """Returns the result of `read_tokenize`, and the fields that have no influence."""
-    fields = Fields(body)
-    return read_tokenize(fields), fields.ignored
-
-
-def parse_detokenize(body: object) -> tuple[tuple[list[np.ndarray], bool, bool], tuple[str, ...]]:
-    """Returns the result of `read_detokenize`, and the fields that have no influence."""
-    fields = Fields(body)
-    return read_detokenize(fields), fields.ignored
-
-
-def read_tokenize(fields: Fields) -> TokenizeCall:
-    """Reads a /tokenize request, which has either texts or messages."""
-    messages: tuple[Message, ...] = ()
-    tools: tuple[JsonObject, ...] = ()
-    adds_special = fields.take_flag('add_special_tokens', not fields.has('messages'))
-    if fields.has('messages'):
-        messages, asked = read_messages(fields), read_tools(fields)
-        tools = asked.tools
-        for wish in asked.wishes:
-            raise fields.refuse('tool_choice', wish.value, "must be 'auto' or 'none' here")
-        fields.take_unserved(*_CHAT_UNSERVED)
-        if adds_special:
-            raise fields.refuse('add_special_tokens', True, 'is not served: a conversation has those of its template')
-        if not fields.take_flag('add_generation_prompt', True):
-            raise fields.refuse(
-                'add_generation_prompt', False, 'is not served: conversations end where an answer begins'
-            )
-        texts: str | tuple[str, ...] = ()
-    elif isinstance(given := fields.peek('prompt'), list):
-        texts = fields.take_texts('prompt')
-        if not texts:
-            raise fields.refuse('prompt', given, 'has no text: send one or more')
-    else:
-        if given is None:
-            raise fields.refuse('prompt', None, 'is missing: send a text, a list of texts, or messages')
-        texts = fields.take_text('prompt')
-    with_strings = fields.take_flag('return_token_strs')
-    fields.take_ignored('model')
-    fields.finish()
-    return TokenizeCall(texts, messages, tools, adds_special, with_strings)
-
-
-def read_detokenize(fields: Fields) -> tuple[list[np.ndarray], bool, bool]:
-    """Returns (lists of ids, whether they came in a list, whether special tokens are left out)."""
-    given = fields.take('tokens')
-    is_batch = isinstance(given, list) and bool(given) and isinstance(given[0], list)
-    rows = given if is_batch and isinstance(given, list) else [given]
-    name = 'tokens[{}]' if is_batch else 'tokens'
-    lists = [read_token_ids(name.format(index), row, least=0) for index, row in enumerate(rows)]
-    skip_special = fields.take_flag('skip_special_tokens')
-    fields.take_ignored('model')
-    fields.finish()
-    return lists, is_batch, skip_special
+def _has_key(request: web.Request, api_key: str) -> bool:
+    # surrogates represent bytes that are not UTF-8, in headers as in environment variables
+    encode = lambda text: text.encode('utf-8', 'surrogateescape')
+    matches = lambda name, wanted: hmac.compare_digest(encode(request.headers.get(name, '')), encode(wanted))
+    return matches('Authorization', f'Bearer {api_key}') or matches('x-api-key', api_key)  # the second is Anthropic's

@@ -9,19 +9,19 @@ import functools
 import logging
 import socket
 import threading
+import urllib.parse
 from collections.abc import Callable
 
 from aiohttp import web
 
-from areal_jax.config.addresses import join_address
+from areal_jax.config.addresses import ALL_ADDRESSES, join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.server import control, generation, openapi, replies, state
+from areal_jax.rollout.http.server import control, generation, openapi, state, tokenizer
 from areal_jax.rollout.http.server.bridge import Bridge, Texts
-from areal_jax.rollout.http.server.callers import KEYLESS, Callers
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.limits import Limits, bounded_log, count_connections
-from areal_jax.rollout.http.server.replies import BODIES, BRIDGE, Bodies, guard
+from areal_jax.rollout.http.server.replies import BODIES, BRIDGE, KEYLESS, Bodies, Callers, guard
 from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser
 from areal_jax.rollout.http.wire.openai import Required
@@ -131,7 +131,7 @@ class HttpThread:
         app[BODIES] = Bodies(limits, app[BRIDGE].bound)
         app.on_cleanup.append(_close_bodies)
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
-        routes += [replies.list_routes(), openapi.list_routes()]
+        routes += [tokenizer.list_routes(), openapi.list_routes()]
         app.add_routes([route for listed in routes for route in listed])
         return app
 
@@ -182,3 +182,19 @@ def describe_url(listener: socket.socket) -> str:
     """Returns the listener's URL, as in 'http://127.0.0.1:8000'."""
     host, port = listener.getsockname()[:2]
     return f'http://{join_address(host, port)}'
+
+
+# The name of a server in the registry of its run, and the address at which other processes reach it.
+
+
+def name_server(url: str) -> str:
+    """Returns a name like 'host-8000': unique, because no two processes of a host share a port."""
+    return f'{socket.gethostname()}-{urllib.parse.urlsplit(url).port}'
+
+
+def reachable(url: str) -> str:
+    """Returns the URL, with the name of this host if the server listens on all addresses."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.hostname not in ALL_ADDRESSES:
+        return url
+    return f'http://{socket.gethostname()}:{parts.port}'

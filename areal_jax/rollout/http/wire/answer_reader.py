@@ -10,8 +10,8 @@ from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
+from areal_jax.rollout.http.wire.encoding import MOST_LEVELS, count_levels
 from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
-from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, count_levels
 from areal_jax.text.decoding import TextDecoder, TokenBytes
 from areal_jax.types import concatenate
 

@@ -4,40 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+from pydantic import Discriminator, Tag
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire import openai
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
-from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, Fields, read_token_ids, require_scored
+from areal_jax.rollout.http.wire import bodies, openai
+from areal_jax.rollout.http.wire.encoding import refuse
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, ReplyInfo
 from areal_jax.rollout.http.wire.vllm import render_prompt_logprobs
-from areal_jax.types import MOST_ALTERNATIVES
 
-_DEFAULT_NEW_TOKENS = 16
 _ROUTE = openai.Route('cmpl-', 'text_completion', 'text_completion')
 
 render_error = openai.render_error
 
 
+def _choose_form(value: object) -> str:
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(value, str):
+        return '(text)'
+    return '(texts)' if isinstance(first, str) else '(rows)' if isinstance(first, list) else '(ids)'
+
+
+Prompts: TypeAlias = Annotated[
+    Annotated[bodies.Spelled, Tag('(text)')]
+    | Annotated[bodies.Ids, Tag('(ids)')]
+    | Annotated[bodies.Turns[bodies.Spelled], Tag('(texts)')]
+    | Annotated[bodies.Turns[bodies.Ids], Tag('(rows)')],
+    Discriminator(_choose_form),
+]
+
+
+class Request(openai.Request):
+    unserved = ('suffix', 'response_format', 'structured_outputs')
+    prompt: Prompts
+    max_tokens: bodies.Natural = 16
+    logprobs: bodies.Alternatives | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+    best_of: bodies.Positive | None = None
+
+
 def parse(body: object) -> Call:
     """Parses a request body; raises RequestError."""
-    fields = Fields(body)
-    prompts = _read_prompts(fields)
-    limit = fields.take_integer('max_tokens', _DEFAULT_NEW_TOKENS, least=0)
-    logprobs = fields.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
-    echo = fields.take_flag('echo')
-    adds_special = fields.take_flag('add_special_tokens', True)
-    fields.take_unserved('suffix', 'response_format', 'structured_outputs')
-    best_of = fields.take_optional_integer('best_of', least=1)
-    alternatives = 0 if fields.peek('stream') is True and logprobs == 1 else logprobs or 0
-    call = openai.read_call(fields, prompts, 'prompt', limit, logprobs is not None, alternatives)
-    if best_of not in (None, call.n):
-        raise fields.refuse('best_of', best_of, f'must be n={call.n}: answers are not ranked')
-    call = dataclasses.replace(call, adds_special=adds_special)
+    request, ignored = bodies.read(Request, body)
+    prompts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+    logprobs, echo = request.logprobs, request.echo
+    alternatives = 0 if request.stream and logprobs == 1 else logprobs or 0
+    call = openai.read_call(request, ignored, prompts, 'prompt', request.max_tokens, logprobs is not None, alternatives)
+    if request.best_of not in (None, call.n):
+        raise refuse('best_of', request.best_of, f'must be n={call.n}: answers are not ranked')
+    call = dataclasses.replace(call, adds_special=request.add_special_tokens)
     if echo:
         starts = (0,) * len(prompts) if logprobs is not None else call.prompt_starts
         call = dataclasses.replace(call, echo=True, prompt_starts=starts)
-    if not (echo and not limit and logprobs is None):  # an echo alone is an answer too
-        require_scored(call, 'max_tokens', 'logprobs')
+    if not (echo and not request.max_tokens and logprobs is None):  # an echo alone is an answer too
+        bodies.require_scored(call, 'max_tokens', 'logprobs')
     return call
 
 
@@ -58,22 +80,6 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
     """Renders the bytes after the last event of the last answer, before [DONE]."""
     return openai.render_usage(call, answers, info, _ROUTE)
-
-
-def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    """Reads one prompt or a list of prompts, each a text or ids."""
-    given = fields.peek('prompt')
-    if isinstance(given, str) and given:
-        return fields.take_texts('prompt')
-    if not isinstance(given, list) or not given:
-        raise fields.refuse('prompt', given, 'must be a text, a list of token ids, or a list of one kind of them')
-    if isinstance(given[0], str):
-        return fields.take_texts('prompt')
-    fields.take('prompt')
-    if isinstance(given[0], list):
-        fields.require_few('prompt', given, MOST_PROMPTS)
-        return tuple(read_token_ids(f'prompt[{index}]', row) for index, row in enumerate(given))
-    return (read_token_ids('prompt', given),)
 
 
 def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, offset: int, whole: bool) -> JsonObject:

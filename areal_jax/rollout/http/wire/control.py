@@ -1,21 +1,20 @@
-"""The readers of the control routes, in SGLang's and in vLLM's form, and the rendering of pauses.
-
-All readers raise RequestError.
-"""
+"""Bodies and headers of the control routes, in SGLang's and in vLLM's form, and the rendering of pauses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal, Self
+
+import pydantic
+from pydantic import Field
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S, Lease, PauseStatus
+from areal_jax.rollout.http.wire import bodies
+from areal_jax.rollout.http.wire.encoding import refuse
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, refuse
 
-_SGLANG_PAUSES = ('abort', 'retract', 'in_place')
-_UPDATE_UNSERVED = ('is_async', 'keep_pause', 'manifest')  # a directory has its own manifest
-_UPDATE_IGNORED = ('torch_empty_cache', 'recapture_cuda_graph', 'token_step')
 _NAME = re.compile(r'[!-~]{1,200}')  # of a client
 _SECONDS = re.compile(r'[0-9]{1,5}(\.[0-9]{1,9})?')
 
@@ -63,88 +62,86 @@ def render_pauses(pauses: Sequence[PauseStatus]) -> list[JsonObject]:
     ]
 
 
-def read_nothing(fields: Fields) -> None:
-    fields.finish()
+# Bodies in SGLang's form.
 
 
-def read_abort(fields: Fields) -> str:
-    """Reads the id of a request; '' = all requests."""
-    name, every = fields.take_text('rid'), fields.take_flag('abort_all')
-    fields.take_ignored('abort_message', 'finished_reason')
-    fields.finish()
-    if not every and not name:
-        raise RequestError('rid', "rid='' names no request: send one, or abort_all=true")
-    return '' if every else name
+class Nothing(bodies.Body):
+    """The body of a route without fields."""
 
 
-def read_pause(fields: Fields) -> str:
-    """Reads SGLang's pause mode."""
-    mode = fields.take_choice('mode', _SGLANG_PAUSES, 'abort')
-    fields.finish()
-    return mode
+class Abort(bodies.Body):
+    """Ends a request, or all."""
+
+    ignored = ('abort_message', 'finished_reason')
+    rid: bodies.Text = ''
+    abort_all: bool = False
+
+    @pydantic.model_validator(mode='after')
+    def require_name(self) -> Self:
+        """Raises the error for a body that ends nothing."""
+        if not self.abort_all and not self.rid:
+            raise bodies.refusal('names no request: send one, or abort_all=true', field='rid')
+        return self
 
 
-def read_continue(fields: Fields) -> None:
-    fields.take_ignored('torch_empty_cache')
-    fields.finish()
+class Pause(bodies.Body):
+    mode: Literal['abort', 'retract', 'in_place'] = 'abort'
 
 
-def read_update_from_disk(fields: Fields) -> tuple[str, str | None, bool, bool]:
-    """Returns (directory, weight version, whether the cache is flushed, whether open requests are ended)."""
-    path, label = fields.take_text('model_path'), fields.take_text('weight_version') or None
-    flush, cancel = fields.take_flag('flush_cache', default=True), fields.take_flag('abort_all_requests')
-    fields.take_choice('load_format', ('auto', 'safetensors'))
-    fields.take_unserved(*_UPDATE_UNSERVED)
-    fields.take_ignored(*_UPDATE_IGNORED)
-    fields.finish()
-    if not path:
-        raise RequestError('model_path', "model_path='' names no directory: send one")
-    return path, label, flush, cancel
+class Continue(bodies.Body):
+    """Ends a pause."""
+
+    ignored = ('torch_empty_cache',)
 
 
-def read_new_version(fields: Fields) -> tuple[str, bool]:
-    """Returns (weight version, whether open requests are ended)."""
-    label, cancel = fields.take_text('new_version'), fields.take_flag('abort_all_requests')
-    fields.finish()
-    if not label:
-        raise RequestError('new_version', "new_version='' is no version: send a string that names one")
-    return label, cancel
+class UpdateFromDisk(bodies.Body):
+    """Loads the weights of a directory and decodes with them."""
+
+    ignored = ('torch_empty_cache', 'recapture_cuda_graph', 'token_step')
+    unserved = ('is_async', 'keep_pause', 'manifest')  # a directory has its own manifest
+    model_path: bodies.Name
+    weight_version: bodies.Text = ''
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    load_format: Literal['auto', 'safetensors'] = 'auto'
 
 
-def read_abort_ids(fields: Fields) -> tuple[str, ...]:
-    """Reads ids of requests; () = all requests."""
-    given = fields.take_texts('request_ids')
-    fields.finish()
-    return given
+class NewVersion(bodies.Body):
+    """Gives the same weights another version."""
+
+    new_version: bodies.Name
+    abort_all_requests: bool = False
 
 
-def read_update(fields: Fields) -> str:
-    """Reads the directory of vLLM's second phase."""
-    info = fields.take_fields('update_info')
-    path = info.take_text('weights_path')
-    info.finish()
-    fields.finish()
-    if not path:
-        raise RequestError('update_info.weights_path', "update_info.weights_path='' names no directory: send one")
-    return path
+# Bodies in vLLM's form.
 
 
-def read_finish(fields: Fields) -> str | None:
-    """Reads the weight version; None = unchanged."""
-    label = fields.take_text('weight_version') or None
-    fields.finish()
-    return label
+class AbortRequests(bodies.Body):
+    """Ends requests by their ids; without ids all."""
+
+    request_ids: bodies.OneOrList[bodies.Spelled, bodies.Spelled] = Field([])
 
 
-def read_rpc(fields: Fields) -> str:
-    """Reads the directory of vLLM's reload_weights."""
-    method = fields.take_choice('method', ('reload_weights',), 'reload_weights')
-    inside = fields.take_fields('kwargs')
-    path = inside.take_text('weights_path')
-    inside.finish()
-    fields.take_unserved('args')
-    fields.take_ignored('timeout')
-    fields.finish()
-    if not path:
-        raise RequestError('kwargs.weights_path', f'kwargs.weights_path={path!r}: {method} needs a directory')
-    return path
+class WeightsPath(bodies.Body):
+    weights_path: bodies.Name
+
+
+class Update(bodies.Body):
+    """The second phase of an update."""
+
+    update_info: WeightsPath = bodies.OBJECT
+
+
+class FinishUpdate(bodies.Body):
+    """The third phase of an update; without a version it stays."""
+
+    weight_version: bodies.Text = ''
+
+
+class Rpc(bodies.Body):
+    """A call of a method of workers: reload_weights."""
+
+    ignored = ('timeout',)
+    unserved = ('args',)
+    method: Literal['reload_weights'] = 'reload_weights'
+    kwargs: WeightsPath = bodies.OBJECT

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from areal_jax.columns import Column, ColumnArrays, ColumnError, check, check_alike, cut, declared, find, join
-from areal_jax.errors import UserError, show
+from areal_jax.columns import ROUTED_EXPERTS, Column, ColumnArrays, check, check_alike, find, join
+from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.column_form import ColumnForm
-from areal_jax.types import LARGEST_LOGPROB, TokenScores, concatenate
+from areal_jax.models.families import ModelConfig
+from areal_jax.types import TokenScores, concatenate
 
 INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
+ASKED = 'return_{}'  # field of a body that requests a column of this name
 MISSED = 'X-Areal-Missed'  # header of a reply: fields of the request whose wishes its answers miss
 
 FinishWord = Literal['stop', 'length', 'abort']
@@ -61,6 +60,106 @@ class Wish:
     sentence: str  # the instruction to the model
     fix: str  # for a server that does not serve wishes
     tool: str = ''  # name of the tool that must be called; '' = any
+
+
+UNKNOWN = -1  # in signed integers, instead of the column's fill value: not recorded
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnForm:
+    """The form of a model's column. Rows are [rows, *shape], one for each token that was read."""
+
+    axes: ClassVar[str] = ''  # of a row, for errors
+    column: Column  # of ModelConfig.columns
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        assert self.column.shape is not None
+        return self.column.shape
+
+    @property
+    def sent_rows(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes in which servers may send one row."""
+        return (self.row,)
+
+    @property
+    def sent_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of sent files; the column's dtype first."""
+        return (self.column.dtype,)
+
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        """Converts rows of any sent shape to this shape."""
+        return rows
+
+    def find_fault(self, rows: np.ndarray, length: int, of_prompt: int) -> str:
+        """Describes the fault of rows, of which there must be `length`; '' = none.
+
+        Each of the first `of_prompt` rows may be unknown: all its values are the column's fill value, or UNKNOWN.
+        """
+        if rows.ndim != 1 + len(self.row) or rows.shape[1:] != self.row:
+            return f'the shape {rows.shape}, and rows of this model are {self.row}{self.axes}'
+        return f'{len(rows)} rows where {length} belong' if len(rows) != length else ''
+
+    def convert(self, rows: np.ndarray) -> np.ndarray:
+        """Converts rows without a fault to the dtype of the column."""
+        return np.where(rows == self.unknown(rows), self.column.fill, rows).astype(self.column.dtype)
+
+    def unknown(self, rows: np.ndarray) -> float:
+        """The value that marks unknown entries in these rows."""
+        return UNKNOWN if rows.dtype.kind == 'i' else self.column.fill
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteForm(ColumnForm):
+    """The form of ROUTED_EXPERTS. A row is [layers with experts, choices]."""
+
+    axes: ClassVar[str] = ' (layers with experts, choices)'
+    experts: int
+    layers: tuple[int, ...]  # layers with experts, ascending
+    n_layers: int  # all layers
+
+    @classmethod
+    def of(cls, shape: ModelConfig) -> RouteForm:
+        """Returns the form for a model with experts."""
+        assert shape.experts is not None
+        layers = tuple(filter(shape.has_experts, range(shape.n_layers)))
+        return cls(shape.routes, shape.experts.count, layers, shape.n_layers)
+
+    @property
+    def sent_rows(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a sent row: other servers send all layers, with any values for layers without experts."""
+        return self.row, (self.n_layers, self.row[1])
+
+    @property
+    def sent_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of sent files: the column's; vLLM's uint8, even with an id of 255, and int16 of older versions."""
+        return self.column.dtype, 'uint8', 'int16'
+
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        return rows[:, list(self.layers)] if rows.shape[1:2] == (self.n_layers,) else rows
+
+    def find_fault(self, rows: np.ndarray, length: int, of_prompt: int) -> str:
+        if fault := super().find_fault(rows, length, of_prompt):
+            return fault
+        known = ~(rows == self.unknown(rows)).all(axis=(1, 2))
+        known[of_prompt:] = True
+        outside = known[:, None, None] & ((rows < 0) | (rows >= self.experts))
+        if outside.any():
+            row, layer, choice = np.argwhere(outside)[0].tolist()
+            return f'the expert {rows[row, layer, choice]} in row {row}, which is none from 0 to {self.experts - 1}'
+        ordered = np.sort(rows, axis=-1)
+        twice = known[:, None] & (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+        if twice.any():
+            row, layer = np.argwhere(twice)[0].tolist()
+            return f'an expert twice in row {row}: {rows[row, layer].tolist()}'
+        return ''
+
+
+def list_forms(shape: ModelConfig) -> dict[str, ColumnForm]:
+    """Lists the forms of a model's published columns by name."""
+    form = lambda column: RouteForm.of(shape) if column.name == ROUTED_EXPERTS.name else ColumnForm(column)
+    return {column.name: form(column) for column in shape.columns if column.published}
 
 
 Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or input of a tokenizer
@@ -400,163 +499,3 @@ def tokenize_call(
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token: send at least one')
         prompts.append(prompt)
     return dataclasses.replace(call, prompts=tuple(prompts))
-
-
-# Replies of servers, read by clients: a reply is refused as a whole if its tokens can not be trusted.
-
-
-_MISSING_LOGPROB = -9999.0  # vLLM's value for a missing log-prob
-_LARGEST_TOKEN = 2**31 - 1
-_LARGEST_NUMBER = 1e30  # also excludes integers that no float holds
-_NO_COLUMNS: ColumnArrays = {}
-
-
-class Reply:
-    """A JSON object of a reply, with its name for errors."""
-
-    def __init__(self, values: object, name: str = 'reply'):
-        if not isinstance(values, dict):
-            raise ReplyError(f'{name} of the server is no JSON object but {show(values)}: send the request again')
-        self.values: JsonObject = values
-        self._name = name
-
-    def error(self, field: str, fault: str) -> ReplyError:
-        """Returns the error for a wrong field, to be raised."""
-        return ReplyError(f'{field} in the {self._name} of the server has {fault}: the reply is not used')
-
-    def name(self, field: str) -> str:
-        """Reads a name: printable text, or an integer as text; '' for anything else."""
-        found = self.values.get(field)
-        text = str(found) if type(found) is int else self.text(field)
-        return text if text.isprintable() else ''
-
-    def nested(self, field: str) -> Reply:
-        return Reply(self.values.get(field), field)
-
-    def text(self, field: str) -> str:
-        """Reads a text; '' for anything else."""
-        found = self.values.get(field)
-        return found if isinstance(found, str) else ''
-
-    def number(self, field: str) -> float:
-        """Reads a number that is never negative and only reported; 0 for anything else."""
-        found = self.values.get(field)
-        return found if isinstance(found, int | float) and 0 <= found < _LARGEST_NUMBER else 0
-
-    def integer(self, field: str, most: int) -> int:
-        """Reads an integer from 0 to `most`; 0 if it is absent."""
-        found = self.values.get(field, 0)
-        if type(found) is not int or not 0 <= found <= most:
-            raise self.error(field, f'{show(found)}, which is no integer from 0 to {most}')
-        return found
-
-    def entries(self, field: str, length: int | None = None) -> Sequence[object]:
-        found = self.values.get(field)
-        if not isinstance(found, list) or (length is not None and len(found) != length):
-            raise self.error(field, f'no list of {"any length" if length is None else length} but {show(found)}')
-        return found
-
-
-def load_json(content: str | bytes) -> object:
-    """Decodes a server's JSON; raises ReplyError for anything else."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting without end
-        raise ReplyError(f'the server sent no JSON but {show(content[:100])}: send the request again') from error
-
-
-def read_logprobs(
-    reply: Reply, field: str, pairs: Sequence[Sequence[object]], vocab_size: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reads tokens, int32 [n], and log-probs, float32 [n], from (log-prob, token) pairs; raises ReplyError."""
-    most = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
-    for logprob, token in pairs:
-        if type(token) is not int or not 0 <= token <= most:
-            raise reply.error(field, f'the token {show(token)}, which is no id from 0 to {most}')
-        number = isinstance(logprob, float | int) and not isinstance(logprob, bool)
-        value = typing.cast(float, logprob)
-        if not number or not -_LARGEST_NUMBER < value <= LARGEST_LOGPROB or value == _MISSING_LOGPROB:
-            raise reply.error(field, f'the log-prob {show(logprob)}, which no policy can have')
-    tokens = np.array([token for _, token in pairs], np.int32)
-    return tokens, np.array([logprob for logprob, _ in pairs], np.float32)
-
-
-def cut_by_spans(
-    reply: Reply,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    columns: ColumnArrays,
-    first: int = 0,
-    context: ColumnArrays = _NO_COLUMNS,
-) -> list[Piece]:
-    """Splits tokens into one piece for each span of `weight_versions`; without spans, one piece of version ''.
-
-    `first` is the index of tokens[0] in the answer: spans count from the answer's beginning. `context` belongs to the
-    first piece.
-    """
-    spans = reply.values.get('weight_versions')
-    if not spans:
-        return [Piece(tokens, logprobs, '', columns, context=context)] if len(tokens) else []
-    if not isinstance(spans, list):
-        raise reply.error('weight_versions', f'no list but {show(spans)}')
-    pieces: list[Piece] = []
-    end, last = first, first + len(tokens)
-    for span in spans:
-        version, begin, behind = _read_span(reply, span)
-        if behind <= end:
-            continue  # the span of earlier tokens
-        if max(begin, first) != end or behind > last:
-            break
-        part = slice(end - first, behind - first)
-        before = _NO_COLUMNS if pieces else context
-        pieces.append(Piece(tokens[part], logprobs[part], version, cut(columns, part), context=before))
-        end = behind
-    if end != last:
-        raise reply.error('weight_versions', f'spans that do not cover {len(tokens)} tokens: {show(spans)}')
-    return pieces
-
-
-def _read_span(reply: Reply, span: object) -> tuple[str, int, int]:
-    entry = span if isinstance(span, dict) else {}
-    version, begin, behind = (entry.get(name) for name in ('version', 'start', 'end'))
-    if not isinstance(version, str) or type(begin) is not int or type(behind) is not int or begin > behind:
-        raise reply.error('weight_versions', f'the span {show(span)}')
-    return version, begin, behind
-
-
-# Columns of tokens in requests and replies; the names of the fields are made from the names of the columns.
-#
-# vLLM's and OpenAI's bodies request a column with `return_NAME`, and their choices contain it as NAME. SGLang's use
-# `NAME_mode='selected'` and `output_token_NAME`. Columns of the model in replies are in row_fields.py.
-
-
-ASKED = 'return_{}'
-
-
-def read_wanted(
-    is_asked: Callable[[str], bool], field: str = ASKED, columns: Iterable[Column] | None = None
-) -> tuple[str, ...]:
-    """Reads which of `columns` (None = all) a body requests; `is_asked` takes a field out of the body."""
-    known = declared() if columns is None else columns
-    return tuple(column.name for column in known if column.published and is_asked(field.format(column.name)))
-
-
-def render_columns(call: Call, answer: Answer, first: int = 0, field: str = '{}') -> JsonObject:
-    """Renders the columns that a call wants, for the answer's tokens from `first` on."""
-    return {field.format(name): answer.column(find(name))[first:].tolist() for name in call.token_columns}
-
-
-def parse_columns(reply: Reply, call: Call, tokens: np.ndarray, field: str = '{}') -> dict[str, np.ndarray]:
-    """Parses the fields of `render_columns` for tokens int32 [n]; raises ReplyError."""
-    found = {}
-    for name in call.token_columns if len(tokens) else ():
-        column, where = find(name), field.format(name)
-        entries = reply.entries(where, len(tokens))
-        if column.is_logprob:
-            _, found[name] = read_logprobs(reply, where, list(zip(entries, tokens.tolist(), strict=True)))
-            continue
-        try:
-            found[name] = column.read(entries, len(tokens))
-        except ColumnError as error:
-            raise reply.error(where, f'values that do not fit ({error})') from error
-    return found

@@ -4,52 +4,208 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, Tag
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire import bodies, openai
+from areal_jax.rollout.http.wire.encoding import frame_named, refuse
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Part, Piece, Reasoning, ReplyInfo, ToolCall
-from areal_jax.rollout.http.wire.openai import (
-    AskedTools,
-    choose,
-    describe_call,
-    list_tools,
-    make_call,
-    metadata,
-    read_format,
-    read_function,
-    read_part,
-    take_name,
-)
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.sglang import frame_named
 
-_MOST_BLOCKS = 4096  # and messages
-_MOST_STOP_STRINGS, _STOP_CHARACTERS = 64, 4096
-_THOUGHTS = ('thinking', 'redacted_thinking')
-_IGNORED = (
-    'metadata', 'service_tier', 'thinking', 'cache_control', 'context_management', 'inference_geo', 'betas', 'speed',
-)  # fmt: skip
 _ERROR_TYPES = {
     401: 'authentication_error', 403: 'permission_error', 404: 'not_found_error', 413: 'request_too_large',
     429: 'rate_limit_error', 503: 'overloaded_error', 504: 'timeout_error',
 }  # fmt: skip
 _REASONS = {'stop': 'end_turn', 'length': 'max_tokens', 'abort': 'abort'}
+_IGNORED = (
+    'metadata', 'service_tier', 'thinking', 'cache_control', 'context_management', 'inference_geo', 'betas', 'speed',
+)  # fmt: skip
+
+
+class ResultBlock(bodies.Body):
+    ignored = ('is_error', 'cache_control')
+    type: Literal['tool_result']
+    tool_use_id: bodies.Text = ''
+    content: openai.Content = ''
+
+
+class CallBlock(bodies.Body):
+    ignored = ('cache_control', 'caller')
+    type: Literal['tool_use']
+    id: bodies.Text = ''
+    name: bodies.Name
+    input: bodies.FreeObject = Field({})
+
+
+class ThoughtBlock(bodies.Skipped):
+    """Thoughts that a client sends back."""
+
+    type: Literal['thinking', 'redacted_thinking']
+
+
+UserBlock: TypeAlias = Annotated[
+    Annotated[openai.TextPart, Tag('(text)')] | Annotated[ResultBlock, Tag('(tool_result)')],
+    bodies.by('type', ('text', 'tool_result'), 'text'),
+]
+AssistantBlock: TypeAlias = Annotated[
+    Annotated[openai.TextPart, Tag('(text)')]
+    | Annotated[CallBlock, Tag('(tool_use)')]
+    | Annotated[ThoughtBlock, Tag('(thinking)')],
+    bodies.by('type', ('text', 'tool_use', 'thinking', 'redacted_thinking'), 'text', {'redacted_thinking': 'thinking'}),
+]
+
+
+class SystemMessage(bodies.Body):
+    ignored = ('cache_control',)
+    role: Literal['system']
+    content: openai.Content
+
+    def read(self) -> Iterable[Message]:
+        return [Message('system', openai.join_text(self.content))]
+
+
+class UserMessage(bodies.Body):
+    """A message of the user: texts, and results of calls."""
+
+    ignored = ('cache_control',)
+    role: Literal['user']
+    content: bodies.OneOrList[bodies.LongText, UserBlock]
+
+    def read(self) -> Iterable[Message]:
+        """Returns a turn for each tool result, and one for each run of texts between them."""
+        if isinstance(self.content, str):
+            return [Message('user', self.content)]
+        return _join('user', map(_read_user_block, self.content))
+
+
+class AssistantMessage(bodies.Body):
+    """A message of the assistant: texts and calls."""
+
+    ignored = ('cache_control',)
+    role: Literal['assistant']
+    content: bodies.OneOrList[bodies.LongText, AssistantBlock]
+
+    def read(self) -> Iterable[Message]:
+        if isinstance(self.content, str):
+            return [Message('assistant', self.content)]
+        blocks = [block for block in self.content if not isinstance(block, bodies.Skipped)]
+        return _join('assistant', map(_read_assistant_block, blocks))
+
+
+class TypedTool(bodies.Body):
+    type: Literal['custom'] = 'custom'
+
+
+class Tool(openai.Function, TypedTool):
+    """A tool."""
+
+    parameters: bodies.FreeObject | None = Field(None, alias='input_schema')
+
+
+class Choice(bodies.Body):
+    """Whether a tool is called."""
+
+    type: Literal['auto', 'any', 'none'] = 'auto'
+    disable_parallel_tool_use: bool = False
+
+
+class NamedChoice(bodies.Body):
+    type: Literal['tool']
+    name: bodies.Name
+    disable_parallel_tool_use: bool = False
+
+
+class OutputConfig(bodies.Body):
+    ignored = ('effort', 'task_budget')
+    format: openai.Format | None = None
+
+
+class CountRequest(openai.Conversation):
+    """The body of a request whose prompt is counted."""
+
+    ignored: ClassVar[tuple[str, ...]] = (*_IGNORED, 'max_tokens')
+    unserved = ('container', 'mcp_servers')
+    messages: bodies.Turns[
+        Annotated[
+            Annotated[SystemMessage, Tag('(system)')]
+            | Annotated[UserMessage, Tag('(user)')]
+            | Annotated[AssistantMessage, Tag('(assistant)')],
+            bodies.by('role', ('user', 'assistant', 'system')),
+        ]
+    ]
+    system: openai.Content = ''
+    tools: openai.Tools[Tool] = Field([])
+    tool_choice: Annotated[
+        Annotated[Choice, Tag('(auto)')] | Annotated[NamedChoice, Tag('(tool)')],
+        bodies.by('type', ('auto', 'any', 'none', 'tool'), 'auto', {'any': 'auto', 'none': 'auto'}),
+    ] = bodies.OBJECT
+    output_config: OutputConfig = bodies.OBJECT
+    output_format: openai.Format | None = None
+    stop_sequences: bodies.Stops = ()
+
+
+class Request(CountRequest):
+    ignored = _IGNORED
+    max_tokens: bodies.Positive
 
 
 def parse(body: object) -> Call:
     """Parses a request body; raises RequestError."""
-    fields = Fields(body)
-    limit = fields.take_optional_integer('max_tokens', least=1)
-    if limit is None:
-        raise fields.refuse('max_tokens', None, 'is missing: say how long the answer may be')
-    return dataclasses.replace(_parse(fields, limit), fits_limit=True)  # packages always send one, often a large one
+    request, ignored = bodies.read(Request, body)
+    call = _make_call(request, ignored, request.max_tokens)
+    return dataclasses.replace(call, fits_limit=True)  # packages always send one, often a large one
 
 
 def parse_count(body: object) -> Call:
     """Parses a request body whose prompt is to be counted: `max_tokens` may be absent."""
-    fields = Fields(body)
-    fields.take_ignored('max_tokens')
-    return _parse(fields, None)
+    return _make_call(*bodies.read(CountRequest, body), None)
+
+
+def _make_call(request: CountRequest, ignored: set[str], limit: int | None) -> Call:
+    system = openai.join_text(request.system)
+    turns = [Message('system', system)] if system else []
+    turns += [turn for message in request.messages for turn in message.read()]
+    if turns[-1].role == 'assistant':
+        raise refuse(
+            f'messages[{len(request.messages) - 1}].role',
+            'assistant',
+            'is not served as the last turn: an answer can not go on from a text, end with a turn of the user',
+        )
+    choice, tools = request.tool_choice, [tool.describe() for tool in request.tools]
+    name = choice.name if isinstance(choice, NamedChoice) else ''
+    given = choice.type if choice.type in ('auto', 'none') else choice.sent
+    asked = openai.choose(given, name, tools, choice.disable_parallel_tool_use)
+    wishes = [
+        *openai.read_format('output_config.format', request.output_config.format),
+        *openai.read_format('output_format', request.output_format),
+    ]
+    return openai.make_call(request, ignored, turns, 'messages', limit, asked, wishes, request.stop_sequences)
+
+
+def _read_user_block(block: openai.TextPart | ResultBlock) -> Message:
+    if isinstance(block, ResultBlock):
+        return Message('tool', openai.join_text(block.content), tool_call_id=block.tool_use_id)
+    return Message('user', block.text)
+
+
+def _read_assistant_block(block: openai.TextPart | CallBlock) -> Message:
+    if isinstance(block, CallBlock):
+        return Message('assistant', '', (openai.describe_call(block.id, block.name, block.input),))
+    return Message('assistant', block.text)
+
+
+def _join(role: str, turns: Iterable[Message]) -> list[Message]:
+    """Joins neighbours of this role; without turns returns an empty one."""
+    found: list[Message] = []
+    for turn in turns:
+        if found and found[-1].role == turn.role == role:
+            last = found[-1]
+            found[-1] = Message(role, last.content + turn.content, (*last.tool_calls, *turn.tool_calls))
+        else:
+            found.append(turn)
+    return found or [Message(role, '')]
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
@@ -91,128 +247,6 @@ def render_failure(answers: Sequence[Answer], message: str, status: int, field: 
     return frame_named(render_error(message, status))
 
 
-# Requests.
-
-
-def _parse(fields: Fields, limit: int | None) -> Call:
-    system = _read_texts(fields, 'system') if fields.has('system') else ''
-    messages = [Message('system', system)] if system else []
-    messages += _read_messages(fields)
-    asked = _read_tools(fields)
-    output = fields.take_fields('output_config')
-    wishes = (*read_format(output, 'format'), *read_format(fields, 'output_format'))
-    output.take_ignored('effort', 'task_budget')
-    output.finish()
-    stops = fields.take_texts('stop_sequences', _MOST_STOP_STRINGS, _STOP_CHARACTERS)
-    fields.take_unserved('container', 'mcp_servers')
-    fields.take_ignored(*_IGNORED)
-    return make_call(fields, messages, 'messages', limit, asked, wishes, stops)
-
-
-def _read_messages(fields: Fields) -> list[Message]:
-    given = fields.take('messages')
-    if not isinstance(given, list) or not given:
-        raise fields.refuse('messages', given, 'must be a list of one or more messages')
-    fields.require_few('messages', given, _MOST_BLOCKS)
-    turns: list[Message] = []
-    for index, entry in enumerate(given):
-        turns += _read_message(fields.inside(entry, f'messages[{index}]'))
-    if turns and turns[-1].role == 'assistant':
-        raise fields.refuse(
-            f'messages[{len(given) - 1}].role',
-            'assistant',
-            'is not served as the last turn: an answer can not go on from a text, end with a turn of the user',
-        )
-    return turns
-
-
-def _read_message(fields: Fields) -> list[Message]:
-    """Reads the turns of a message: one for each tool result, and one for each run of texts between them."""
-    role = fields.take_choice('role', ('user', 'assistant', 'system'), default='')
-    if not role:
-        raise fields.refuse('role', None, "is missing: use 'user' or 'assistant'")
-    if isinstance(fields.peek('content'), list) and role != 'system':
-        read = _read_assistant_block if role == 'assistant' else _read_user_block
-        turns = _read_blocks(fields, role, read)
-    else:
-        turns = [Message(role, _read_texts(fields, 'content'))]
-    fields.take_ignored('cache_control')
-    fields.finish()
-    return turns
-
-
-def _read_blocks(fields: Fields, role: str, read: Callable[[Fields], Message | None]) -> list[Message]:
-    """Reads the turns of a list of blocks; joins neighbours of the message's role."""
-    given = fields.take('content')
-    fields.require_few('content', given, _MOST_BLOCKS)
-    assert isinstance(given, list)
-    found: list[Message] = []
-    for index, block in enumerate(given):
-        turn = read(fields.inside(block, f'content[{index}]'))
-        if turn is None:
-            continue
-        if found and found[-1].role == turn.role == role:
-            last = found[-1]
-            found[-1] = Message(role, last.content + turn.content, (*last.tool_calls, *turn.tool_calls))
-        else:
-            found.append(turn)
-    return found or [Message(role, '')]
-
-
-def _read_user_block(fields: Fields) -> Message:
-    if fields.peek('type') != 'tool_result':
-        return Message('user', read_part(fields, ('text', 'tool_result')))
-    fields.take_choice('type', ('text', 'tool_result'))
-    content = _read_texts(fields, 'content') if fields.has('content') else ''
-    turn = Message('tool', content, tool_call_id=fields.take_text('tool_use_id'))
-    fields.take_ignored('is_error', 'cache_control')
-    fields.finish()
-    return turn
-
-
-def _read_assistant_block(fields: Fields) -> Message | None:
-    """Reads a block of an assistant's message; None for a thinking block."""
-    kinds = ('text', 'tool_use', *_THOUGHTS)
-    if fields.peek('type') not in kinds[1:]:
-        return Message('assistant', read_part(fields, kinds))
-    if (kind := fields.take_choice('type', kinds)) in _THOUGHTS:
-        fields.note_ignored(**{kind: True})  # all of the block
-        return None
-    given = fields.peek('input')
-    fields.require_shallow('input', given)
-    fields.take_fields('input')
-    call_id, name = fields.take_text('id'), take_name(fields)
-    fields.take_ignored('cache_control', 'caller')
-    fields.finish()
-    return Message('assistant', '', (describe_call(call_id, name, given if isinstance(given, dict) else {}),))
-
-
-def _read_texts(fields: Fields, field: str) -> str:
-    """Reads a text, or a list of text blocks."""
-    given = fields.peek(field)
-    if given is None:
-        raise fields.refuse(field, None, 'is missing: send a string or a list of text blocks')
-    if not isinstance(given, list):
-        return fields.take_text(field, longest=None)
-    fields.require_few(field, fields.take(field), _MOST_BLOCKS)
-    return ''.join(read_part(fields.inside(block, f'{field}[{i}]')) for i, block in enumerate(given))
-
-
-def _read_tools(fields: Fields) -> AskedTools:
-    tools = []
-    for entry in list_tools(fields):
-        entry.take_choice('type', ('custom',))
-        tools.append({'type': 'function', 'function': read_function(entry, 'input_schema')})
-    given = fields.peek('tool_choice')
-    choice = fields.take_fields('tool_choice')
-    kind = choice.take_choice('type', ('auto', 'any', 'tool', 'none'))
-    only_one = choice.take_flag('disable_parallel_tool_use')
-    name = take_name(choice) if kind == 'tool' else ''
-    choice.finish()
-    word = {'auto': 'auto', 'none': 'none'}.get(kind, 'required')
-    return choose(fields, given, word, name, tuple(tools), only_one)
-
-
 # Replies.
 
 
@@ -232,7 +266,12 @@ def _render_end(call: Call, answer: Answer) -> JsonObject:
     reason = _REASONS[finish.reason]
     if finish.reason == 'stop':
         reason = 'tool_use' if answer.calls else 'stop_sequence' if matched else reason
-    return {'stop_reason': reason, 'stop_sequence': matched, 'usage': _count(answer), 'metadata': metadata(answer)}
+    return {
+        'stop_reason': reason,
+        'stop_sequence': matched,
+        'usage': _count(answer),
+        'metadata': openai.metadata(answer),
+    }
 
 
 def _count(answer: Answer) -> JsonObject:

@@ -1,20 +1,21 @@
-"""Shared parts of OpenAI's two routes: sampling, fields without a meaning here, errors, the list of models."""
+"""Shared by the dialects of conversations: wishes, tools, turns; and by OpenAI's two older routes: their requests."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-import numpy as np
+from pydantic import Discriminator, Field, Tag
 
+from areal_jax.columns import declared
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire import sglang, vllm
+from areal_jax.rollout.http.wire import bodies, sglang, vllm
+from areal_jax.rollout.http.wire.encoding import frame, refuse
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
-    CallSampling,
     Message,
     Piece,
     Prompt,
@@ -22,13 +23,8 @@ from areal_jax.rollout.http.wire.exchange import (
     RequestError,
     Wish,
     count_usage,
-    read_wanted,
-    render_columns,
 )
-from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, OPENAI, Fields, count_levels, read_sampling, refuse
-from areal_jax.rollout.http.wire.row_fields import render_npy
-from areal_jax.rollout.http.wire.sglang import frame
-from areal_jax.types import MOST_ALTERNATIVES
+from areal_jax.rollout.http.wire.reply import render_columns, render_npy
 
 Required = Literal['refuse', 'wish']  # server.required
 _TAKEN = "server.required='wish' takes it as a wish"
@@ -47,30 +43,44 @@ def json_wish(field: str, value: object, schema: JsonObject | None) -> Wish:
     return Wish(field, value, 'json', sentence, f'is not served: answers are plain text; {_TAKEN}')
 
 
-def read_format(fields: Fields, field: str, nested: bool = False) -> tuple[Wish, ...]:
-    """Takes the format of the answer: () for plain text.
+class PlainFormat(bodies.Body):
+    """The format of an answer: text, or any JSON object."""
 
-    Args:
-      nested: name, schema and strict of json_schema are in an object of that name.
-    """
-    given = fields.take(field)
-    if given is None:
+    type: Literal['text', 'json_object'] = 'text'
+
+
+class JsonSchema(bodies.Body):
+    """A JSON schema that the answer shall fit."""
+
+    ignored = ('name', 'description', 'strict')
+    shown: bodies.FreeObject | None = Field(None, alias='schema')
+
+
+class SchemaFormat(JsonSchema):
+    """A format with a schema."""
+
+    type: Literal['json_schema']
+
+
+class NestedFormat(bodies.Body):
+    """A format with a schema, as OpenAI's chat writes it."""
+
+    type: Literal['json_schema']
+    json_schema: JsonSchema = bodies.OBJECT
+
+
+_FORMATS = bodies.by('type', ('text', 'json_object', 'json_schema'), 'text', {'json_object': 'text'})
+Format = Annotated[Annotated[PlainFormat, Tag('(text)')] | Annotated[SchemaFormat, Tag('(json_schema)')], _FORMATS]
+ChatFormat = Annotated[Annotated[PlainFormat, Tag('(text)')] | Annotated[NestedFormat, Tag('(json_schema)')], _FORMATS]
+
+
+def read_format(field: str, given: PlainFormat | SchemaFormat | NestedFormat | None) -> tuple[Wish, ...]:
+    """Returns the wish for a format of the answer; () for plain text."""
+    if given is None or given.type == 'text':
         return ()
-    inside = fields.inside(given, field)
-    kind = inside.take_choice('type', ('text', 'json_object', 'json_schema'))
-    schema = None
-    if kind == 'json_schema':
-        inner = inside.take_fields('json_schema') if nested else inside
-        inner.take_ignored('name', 'description', 'strict')
-        found = inner.take('schema', type='object')
-        if found is not None and not isinstance(found, dict):
-            raise inner.refuse('schema', found, 'must be a JSON schema')
-        inner.require_shallow('schema', found)
-        schema = found
-        if nested:
-            inner.finish()
-    inside.finish()
-    return () if kind == 'text' else (json_wish(fields.name(field), given, schema),)
+    schema = given.json_schema if isinstance(given, NestedFormat) else given
+    shown = schema.shown if isinstance(schema, JsonSchema) else None
+    return (json_wish(field, given.sent, shown),)
 
 
 def require_granted(call: Call, required: Required) -> None:
@@ -124,9 +134,56 @@ def _is_met(wish: Wish, answer: Answer) -> bool:
 # Tools in OpenAI's chat: functions that a chat template shows to the model, and calls and results in the turns.
 
 
-_MOST_TOOLS = 1024  # of a request, and calls in one turn
 # fields of a tool that only other servers use
-_IGNORED = ('title', 'strict', 'cache_control', 'annotations', 'defer_loading', 'allowed_callers', 'input_examples')
+_IN_TOOLS = ('title', 'strict', 'cache_control', 'annotations', 'defer_loading', 'allowed_callers', 'input_examples')
+Tools: TypeAlias = Annotated[list[bodies.One], Field(max_length=1024, fail_fast=True)]  # and calls of a turn
+
+
+class Function(bodies.Body):
+    """A function that the model may call."""
+
+    ignored = _IN_TOOLS
+    name: bodies.Name
+    description: bodies.LongText = ''
+    parameters: bodies.FreeObject | None = None
+
+    def describe(self) -> JsonObject:
+        """Returns the tool as chat templates show it: name, description and JSON schema, in the order as sent."""
+        named = [(self.attributes.get(field, field), value) for field, value in self.sent.items()]
+        shown = {name: value for name, value in named if name in ('name', 'description', 'parameters')}
+        return {'type': 'function', 'function': shown}
+
+
+class TypedTool(bodies.Body):
+    type: Literal['function'] = 'function'
+
+
+class Tool(TypedTool):
+    """A tool of OpenAI's chat."""
+
+    ignored = _IN_TOOLS
+    function: Function = bodies.OBJECT
+
+
+class NamedFunction(bodies.Body):
+    name: bodies.Name
+
+
+class NamedTool(bodies.Body):
+    """The tool that must be called, as OpenAI's chat writes it."""
+
+    type: Literal['function'] = 'function'
+    function: NamedFunction = bodies.OBJECT
+
+
+def _choose_form(value: object) -> str:
+    return '(object)' if isinstance(value, dict) else '(word)'
+
+
+WordOr: TypeAlias = Annotated[
+    Annotated[Literal['auto', 'none', 'required'], Tag('(word)')] | Annotated[bodies.One, Tag('(object)')],
+    Discriminator(_choose_form),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,60 +195,35 @@ class AskedTools:
     wishes: tuple[Wish, ...] = ()
 
 
-def read_tools(fields: Fields) -> AskedTools:
-    """Reads the functions that the model may call, without ignored fields; none with tool_choice='none'."""
-    only_one = not fields.take_flag('parallel_tool_calls', True)
-    tools = tuple(_read_tool(entry) for entry in list_tools(fields))
-    given = fields.take('tool_choice')
-    word, name = _read_choice(fields, given)
-    return choose(fields, given, word, name, tools, only_one)
+NO_TOOLS = AskedTools()
 
 
-def list_tools(fields: Fields) -> list[Fields]:
-    """Lists the entries of `tools`, [] if it is absent."""
-    given = fields.take('tools')
-    given = [] if given is None else given
-    if not isinstance(given, list):
-        raise fields.refuse('tools', given, 'must be a list of functions')
-    fields.require_few('tools', given, _MOST_TOOLS)
-    return [fields.inside(entry, f'tools[{index}]') for index, entry in enumerate(given)]
-
-
-def read_function(function: Fields, parameters: str = 'parameters') -> JsonObject:
-    """Reads a function as templates show it: name, description and JSON schema, in the order as sent."""
-    order = [name for name in function.names() if name in ('name', 'description', parameters)]
-    function.take_ignored(*_IGNORED)
-    schema = function.peek(parameters)
-    function.require_shallow(parameters, schema)
-    values = {'name': take_name(function), 'description': function.take_text('description', longest=None)}
-    function.take_fields(parameters)  # a JSON schema, for the model to read
-    function.finish()
-    return {'parameters' if name == parameters else name: values.get(name, schema) for name in order}
-
-
-def choose(
-    fields: Fields, given: object, word: str, name: str, tools: tuple[JsonObject, ...], only_one: bool
-) -> AskedTools:
-    """Applies `tool_choice`, sent as `given`: `word` is auto, none or required, `name` is the required tool's."""
-    if word == 'none':
-        return AskedTools()
-    if word == 'auto':
-        return AskedTools(tools, only_one)
+def choose(given: object, name: str, tools: Sequence[JsonObject], only_one: bool) -> AskedTools:
+    """Applies `tool_choice`: auto, none, required, or another value that requires the tool `name`, '' = any."""
+    if given == 'none':
+        return NO_TOOLS
+    if given in (None, 'auto'):
+        return AskedTools(tuple(tools), only_one)
     if not tools:
-        raise fields.refuse('tool_choice', given, 'needs tools: send some, or leave it out')
+        raise refuse('tool_choice', given, 'needs tools: send some, or leave it out')
     if name and all(tool['function']['name'] != name for tool in tools):
-        raise fields.refuse('tool_choice', given, 'names no tool of the request')
-    return AskedTools(tools, only_one, (call_wish(fields.name('tool_choice'), given, name),))
+        raise refuse('tool_choice', given, 'names no tool of the request')
+    return AskedTools(tuple(tools), only_one, (call_wish('tool_choice', given, name),))
 
 
-def read_calls(message: Fields) -> tuple[JsonObject, ...]:
-    """Reads the calls in a turn of the assistant."""
-    given = message.take('tool_calls')
-    given = [] if given is None else given
-    if not isinstance(given, list):
-        raise message.refuse('tool_calls', given, 'must be a list of calls')
-    message.require_few('tool_calls', given, _MOST_TOOLS)
-    return tuple(_read_call(message.inside(entry, f'tool_calls[{i}]')) for i, entry in enumerate(given))
+class CalledFunction(bodies.Body):
+    ignored = ('parsed_arguments',)  # added by the openai package
+    name: bodies.Name
+    arguments: bodies.Arguments
+
+
+class Called(bodies.Body):
+    """A call in a turn of the assistant."""
+
+    ignored = ('index', 'cache_control', 'extra_content', 'provider_specific_fields')
+    type: Literal['function'] = 'function'
+    id: bodies.Text = ''
+    function: CalledFunction = bodies.OBJECT
 
 
 def describe_call(call_id: str, name: str, arguments: JsonObject | str) -> JsonObject:
@@ -199,66 +231,44 @@ def describe_call(call_id: str, name: str, arguments: JsonObject | str) -> JsonO
     return {'id': call_id, 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
 
 
-def take_name(function: Fields) -> str:
-    name = function.take_text('name')
-    if not name:
-        raise function.refuse('name', name, 'is missing: name the function')
-    return name
+class Part(bodies.Body):
+    """A part of a message: text."""
+
+    ignored = ('annotations', 'cache_control', 'citations', 'logprobs', 'prompt_cache_breakpoint')
+    text: bodies.LongText = ''
 
 
-def take_arguments(function: Fields) -> JsonObject | str:
-    """Reads arguments as the object that templates expect; a string that is no JSON object stays a string."""
-    given = function.take('arguments')
-    if isinstance(given, str):
-        function.require_characters('arguments', given)
-        try:
-            value = json.loads(given or '{}')
-        except (ValueError, RecursionError):
-            return given
-        return value if isinstance(value, dict) and count_levels(value) <= MOST_LEVELS else given
-    if not isinstance(given, dict):
-        raise function.refuse('arguments', given, 'must be a string, with a JSON object in it')
-    function.require_shallow('arguments', given)
-    return given
+class TextPart(Part):
+    """A part of OpenAI's chat and of Anthropic's messages."""
+
+    type: Literal['text'] = 'text'
 
 
-def _read_tool(fields: Fields) -> JsonObject:
-    fields.take_choice('type', ('function',))
-    fields.take_ignored(*_IGNORED)
-    function = read_function(fields.take_fields('function'))
-    fields.finish()
-    return {'type': 'function', 'function': function}
+Content: TypeAlias = bodies.OneOrList[bodies.LongText, TextPart]
 
 
-def _read_choice(fields: Fields, given: object) -> tuple[str, str]:
-    """Returns ('auto', 'none' or 'required', name of a function)."""
-    if given is None or given in ('auto', 'none', 'required'):
-        return str(given or 'auto'), ''
-    if not isinstance(given, Mapping):
-        raise fields.refuse('tool_choice', given, "must be 'auto', 'none', 'required' or a function")
-    inside = fields.inside(given, 'tool_choice')
-    inside.take_choice('type', ('function',))
-    name = take_name(inside.take_fields('function'))
-    inside.finish()
-    return 'required', name
-
-
-def _read_call(fields: Fields) -> JsonObject:
-    fields.take_choice('type', ('function',))
-    call_id, function = fields.take_text('id'), fields.take_fields('function')
-    name, arguments = take_name(function), take_arguments(function)
-    function.take_ignored('parsed_arguments')  # added by the openai package
-    function.finish()
-    fields.take_ignored('index', 'cache_control', 'extra_content', 'provider_specific_fields')
-    fields.finish()
-    return describe_call(call_id, name, arguments)
+def join_text(content: str | Sequence[Part]) -> str:
+    """Returns the text of a message."""
+    return content if isinstance(content, str) else ''.join(part.text for part in content)
 
 
 # Shared by the other dialects of conversations: their requests become the same call as OpenAI's chat.
 
 
+class Conversation(bodies.Sampling):
+    """The fields of sampling and sending of a request."""
+
+    request_id: bodies.Text = ''
+    model: bodies.Text = ''
+    stream: bool = False
+    session_id: bodies.Text = ''
+    cache_salt: bodies.Text = ''
+    priority: bodies.Priority = 0
+
+
 def make_call(
-    fields: Fields,
+    request: Conversation,
+    ignored: set[str],
     messages: Sequence[Message],
     prompt_field: str,
     max_new_tokens: int | None,
@@ -266,27 +276,26 @@ def make_call(
     wishes: Sequence[Wish],
     stop_strings: Sequence[str] = (),
 ) -> Call:
-    """Takes the fields of sampling and sending, and refuses the remaining ones. One answer, to a conversation."""
-    sampling = read_sampling(fields, OPENAI, max_new_tokens)
+    """Makes the call of a request for one answer to a conversation."""
+    sampling = request.make(max_new_tokens)
     if stop_strings:
         sampling = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stop_strings))
-    call = Call(
+    without_influence = {'session_id': request.session_id, 'priority': request.priority}
+    return Call(
         prompts=(tuple(messages),),
         prompt_field=prompt_field,
         sampling=(sampling,),
-        request_ids=(fields.take_text('request_id'),),
-        model=fields.take_text('model'),
-        stream=fields.take_flag('stream'),
+        request_ids=(request.request_id,),
+        ignored=bodies.join_ignored(ignored, without_influence),
+        model=request.model,
+        stream=request.stream,
         tools=asked.tools,
         one_tool_call=asked.one_tool_call,
         wishes=(*asked.wishes, *wishes),
-        session=fields.take_text('session_id'),
-        cache_salt=fields.take_text('cache_salt'),
-        priority=fields.take_integer('priority', 0, least=-(2**31)),
+        session=request.session_id,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
     )
-    fields.note_ignored(session_id=call.session, priority=call.priority)
-    fields.finish()
-    return dataclasses.replace(call, ignored=fields.ignored)
 
 
 def join_assistant(messages: Sequence[Message]) -> list[Message]:
@@ -301,22 +310,8 @@ def join_assistant(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-_MOST_SAMPLES = 1024  # n: bounds the answers of one body
-_MOST_MESSAGES = 4096  # and parts of a message
-_MOST_VALUES = 64  # for a chat template
 _NOT_TOLD = 'is not served: write the value into the template that model.chat_template names'
 _LONGEST_NAME = 80  # characters of such a value's name that a sentence repeats
-_OPENAI_IGNORED = (
-    'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
-    'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort',
-    'prediction',
-)  # fmt: skip
-# fields that packages add to turns that they send back
-_IGNORED_IN_MESSAGES = (
-    'reasoning_content', 'reasoning', 'reasoning_details', 'thinking_blocks', 'annotations', 'cache_control', 'parsed',
-    'provider_specific_fields',
-)  # fmt: skip
-
 render_error = vllm.render_error
 
 
@@ -329,67 +324,86 @@ class Route:
     event: str  # and in an event
 
 
+class Options(bodies.Body):
+    """The object `stream_options`."""
+
+    ignored = ('include_obfuscation', 'continuous_usage_stats')
+    include_usage: bool = False
+
+
+class Request(Conversation):
+    """The fields that the two routes share."""
+
+    ignored = (
+        'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
+        'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort',
+        'prediction',
+    )  # fmt: skip
+    n: bodies.Samples = 1
+    prompt_logprobs: bodies.Alternatives | None = None
+    stream_options: Options = bodies.OBJECT
+    rid: bodies.Text = ''
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
+    return_meta_info: bool = False
+    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=64)] = Field({})
+
+    @classmethod
+    def column_fields(cls) -> Mapping[str, bodies.ColumnField]:
+        return bodies.ask_columns(declared())
+
+
 def read_call(
-    fields: Fields,
-    prompts: tuple[Prompt, ...],
+    request: Request,
+    ignored: set[str],
+    prompts: Sequence[Prompt],
     prompt_field: str,
     max_new_tokens: int | None,
     wants_logprobs: bool,
     alternatives: int,
+    asked: AskedTools = NO_TOOLS,
+    wishes: Sequence[Wish] = (),
 ) -> Call:
-    """Takes the fields that the two routes share, and refuses the remaining ones."""
-    of_prompt = fields.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
-    n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
-    sampling: CallSampling = read_sampling(fields, OPENAI, max_new_tokens)
-    stream = fields.take_flag('stream')
-    options = fields.take_fields('stream_options')
-    usage = options.take_flag('include_usage')
-    options.take_ignored('include_obfuscation', 'continuous_usage_stats')
-    options.finish()
-    total, request_id = len(prompts) * n, fields.take_text('request_id') or fields.take_text('rid')
-    ids = (request_id,) if total == 1 else tuple(f'{request_id}_{i}' if request_id else '' for i in range(total))
-    return_ids, template_values = fields.take_flag('return_token_ids'), _read_template_values(fields)
-    call = Call(
-        prompts=prompts,
+    """Makes the call of a request of the two routes."""
+    if request.return_meta_info and request.stream:
+        raise refuse('return_meta_info', True, 'is not served with stream=true: leave one of them out')
+    of_prompt, n = request.prompt_logprobs, request.n
+    without_influence = {
+        'session_id': request.session_id,
+        'priority': request.priority,
+        'chat_template_kwargs': request.chat_template_kwargs,
+        'return_tokens_as_token_ids': request.return_tokens_as_token_ids and not wants_logprobs and of_prompt is None,
+        'stream_options.include_usage': request.stream_options.include_usage and not request.stream,
+    }
+    return Call(
+        prompts=tuple(prompts),
         prompt_field=prompt_field,
-        sampling=(sampling,) * len(prompts),
-        request_ids=ids,
-        model=fields.take_text('model'),
+        sampling=(request.make(max_new_tokens),) * len(prompts),
+        request_ids=bodies.number_ids(request.request_id or request.rid, len(prompts) * n),
+        ignored=bodies.join_ignored(ignored, without_influence),
+        tools=asked.tools,
+        one_tool_call=asked.one_tool_call,
+        wishes=(*asked.wishes, *wishes),
+        template_values=tuple(request.chat_template_kwargs),
+        model=request.model,
         n=n,
         is_batch=len(prompts) > 1,
-        stream=stream,
-        stream_usage=usage,
+        stream=request.stream,
+        stream_usage=request.stream_options.include_usage,
         logprobs=wants_logprobs,
-        columns=read_wanted(fields.take_flag),
+        columns=request.columns,
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,) * len(prompts),
-        tokens_as_ids=fields.take_flag('return_tokens_as_token_ids'),
-        return_token_ids=return_ids,
-        return_prompt_token_ids=fields.take_flag('return_prompt_token_ids') or return_ids,
-        return_meta_info=_read_meta(fields, stream),
-        session=fields.take_text('session_id'),
-        cache_salt=fields.take_text('cache_salt'),
-        priority=fields.take_integer('priority', 0, least=-(2**31)),
+        tokens_as_ids=request.return_tokens_as_token_ids,
+        return_token_ids=request.return_token_ids,
+        return_prompt_token_ids=request.return_prompt_token_ids or request.return_token_ids,
+        return_meta_info=request.return_meta_info,
+        session=request.session_id,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
     )
-    fields.take_ignored(*_OPENAI_IGNORED)
-    fields.note_ignored(
-        session_id=call.session,
-        priority=call.priority,
-        return_tokens_as_token_ids=call.tokens_as_ids and not wants_logprobs and of_prompt is None,
-    )
-    options.note_ignored(include_usage=usage and not stream)
-    fields.finish()
-    return dataclasses.replace(call, ignored=fields.ignored, template_values=template_values)
-
-
-def read_messages(fields: Fields) -> tuple[Message, ...]:
-    """Reads the turns of a conversation, at least one."""
-    given = fields.take('messages')
-    if not isinstance(given, list) or not given:
-        raise fields.refuse('messages', given, 'must be a list of one or more messages')
-    fields.require_few('messages', given, _MOST_MESSAGES)
-    return tuple(_read_message(fields.inside(entry, f'messages[{index}]')) for index, entry in enumerate(given))
 
 
 def render_reply(
@@ -455,18 +469,6 @@ def render_models(info: ReplyInfo, context_tokens: int) -> JsonObject:
     return {'object': 'list', 'data': [model | {'root': info.model, 'parent': None, 'max_model_len': context_tokens}]}
 
 
-def _read_template_values(fields: Fields) -> tuple[str, ...]:
-    """Reads the names of values for the template: the server refuses names that it reads (require_unread)."""
-    values = fields.take('chat_template_kwargs', type='object')
-    if values is None:
-        return ()
-    if not isinstance(values, dict):
-        raise fields.refuse('chat_template_kwargs', values, 'must be a JSON object')
-    fields.require_few('chat_template_kwargs', values, _MOST_VALUES)
-    fields.note_ignored(chat_template_kwargs=values)
-    return tuple(values)
-
-
 def require_unread(call: Call, reads: Callable[[str], bool]) -> None:
     """Raises RequestError for a value that the chat template reads: the prompt would be another one."""
     for name in call.template_values:
@@ -475,41 +477,6 @@ def require_unread(call: Call, reads: Callable[[str], bool]) -> None:
                 f'chat_template_kwargs has {name[:_LONGEST_NAME]!r}, which the chat template of this model looks at'
             )
             raise RequestError('chat_template_kwargs', f'{sentence}, and {_NOT_TOLD}')
-
-
-def _read_meta(fields: Fields, stream: bool) -> bool:
-    wanted = fields.take_flag('return_meta_info')
-    if wanted and stream:
-        raise fields.refuse('return_meta_info', wanted, 'is not served with stream=true: leave one of them out')
-    return wanted
-
-
-def _read_message(fields: Fields) -> Message:
-    role = fields.take_choice('role', ('system', 'developer', 'user', 'assistant', 'tool'), default='')
-    if not role:
-        raise fields.refuse('role', None, "is missing: use 'system', 'user', 'assistant' or 'tool'")
-    calls = read_calls(fields) if role == 'assistant' else ()
-    if isinstance(content := fields.peek('content'), list):
-        fields.require_few('content', fields.take('content'), _MOST_MESSAGES)
-        text = ''.join(read_part(fields.inside(part, f'content[{i}]')) for i, part in enumerate(content))
-    elif content is None and not calls:
-        raise fields.refuse('content', None, 'is missing: send a string or a list of text parts')
-    else:
-        text = fields.take_text('content', longest=None)
-    answers = (fields.take_text('tool_call_id'), fields.take_text('name')) if role == 'tool' else ('', '')
-    fields.take_unserved('refusal', 'audio', 'function_call', 'tool_calls', 'tool_call_id')
-    fields.take_ignored('name', *_IGNORED_IN_MESSAGES)
-    fields.finish()
-    return Message('system' if role == 'developer' else role, text, calls, *answers)  # templates know the older name
-
-
-def read_part(fields: Fields, kinds: Sequence[str] = ('text',)) -> str:
-    """Reads the text of a message's part, which must have one of these types."""
-    fields.take_choice('type', kinds)
-    text = fields.take_text('text', longest=None)
-    fields.take_ignored('annotations', 'cache_control', 'citations', 'logprobs', 'prompt_cache_breakpoint')
-    fields.finish()
-    return text
 
 
 def _envelope(call: Call, answer: Answer, info: ReplyInfo, route: Route, kind: str) -> JsonObject:
@@ -536,9 +503,3 @@ def _finish_word(answer: Answer) -> str | None:
     if answer.finish is None:
         return None
     return 'tool_calls' if answer.finish.reason == 'stop' and answer.calls else answer.finish.reason
-
-
-def token_ids_prompt(fields: Fields, field: str) -> np.ndarray | None:
-    """Reads a prompt of ids, which replaces a template; None = not given."""
-    ids = fields.take_token_ids(field)
-    return np.array(ids, np.int32) if ids else None

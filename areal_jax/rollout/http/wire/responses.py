@@ -2,56 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, Tag
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.wire import bodies, openai, vllm
+from areal_jax.rollout.http.wire.encoding import frame_named, refuse
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Part, Piece, Reasoning, ReplyInfo, ToolCall
-from areal_jax.rollout.http.wire.openai import (
-    AskedTools,
-    choose,
-    describe_call,
-    join_assistant,
-    list_tools,
-    make_call,
-    metadata,
-    read_format,
-    read_function,
-    read_part,
-    take_arguments,
-    take_name,
-)
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.sglang import frame_named
-
-_MOST_ITEMS = 4096  # of the input, and parts of an item
-_TEXT_PARTS = ('input_text', 'output_text', 'text')
-_IGNORED = (
-    'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
-    'reasoning', 'truncation', 'include', 'max_tool_calls', 'stream_options',
-)  # fmt: skip
-_OF_ITEMS = ('id', 'status', 'phase', 'namespace')  # in items that clients send back
+from areal_jax.rollout.http.wire.openai import Part as TextPart
 
 render_error = vllm.render_error
 
 
+_STORED = ('previous_response_id', 'conversation')
+_OF_ITEMS = ('id', 'status', 'phase', 'namespace')  # in items that clients send back
+
+
+class InputPart(TextPart):
+    """A part of an item."""
+
+    type: Literal['input_text', 'output_text', 'text'] = 'input_text'
+
+
+Content: TypeAlias = bodies.OneOrList[bodies.LongText, InputPart]
+
+
+class MessageItem(bodies.Body):
+    """A turn, or a text of a turn."""
+
+    ignored = _OF_ITEMS
+    type: Literal['message'] = 'message'
+    role: Literal['user', 'assistant', 'system', 'developer']
+    content: Content
+
+    def read(self) -> Message:
+        """Returns the turn, with the role that templates know."""
+        return Message('system' if self.role == 'developer' else self.role, openai.join_text(self.content))
+
+
+class CallItem(bodies.Body):
+    ignored = _OF_ITEMS
+    type: Literal['function_call']
+    call_id: bodies.Text = ''
+    name: bodies.Name
+    arguments: bodies.Arguments
+
+    def read(self) -> Message:
+        return Message('assistant', '', (openai.describe_call(self.call_id, self.name, self.arguments),))
+
+
+class ResultItem(bodies.Body):
+    ignored = _OF_ITEMS
+    type: Literal['function_call_output']
+    call_id: bodies.Text = ''
+    output: Content
+
+    def read(self) -> Message:
+        return Message('tool', openai.join_text(self.output), tool_call_id=self.call_id)
+
+
+class ReasoningItem(bodies.Skipped):
+    """Reasoning that a client sends back."""
+
+    type: Literal['reasoning']
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag('(message)')]
+    | Annotated[CallItem, Tag('(function_call)')]
+    | Annotated[ResultItem, Tag('(function_call_output)')]
+    | Annotated[ReasoningItem, Tag('(reasoning)')],
+    bodies.by('type', ('message', 'function_call', 'function_call_output', 'reasoning'), 'message'),
+]
+
+
+class Tool(openai.Function, openai.TypedTool):
+    """A tool."""
+
+
+class NamedTool(bodies.Body):
+    type: Literal['function'] = 'function'
+    name: bodies.Name
+
+
+class TextOptions(bodies.Body):
+    """The object `text`."""
+
+    ignored = ('verbosity',)
+    format: openai.Format | None = None
+
+
+class Request(openai.Conversation):
+    ignored = (
+        'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
+        'reasoning', 'truncation', 'include', 'max_tool_calls', 'stream_options',
+    )  # fmt: skip
+    unserved = (*_STORED, 'background', 'prompt', 'top_logprobs')
+    fixes = dict.fromkeys(_STORED, 'is not served, for nothing is stored: send the whole conversation as input')
+    input: bodies.OneOrTurns[bodies.Spelled, Item]
+    instructions: bodies.LongText = ''
+    max_output_tokens: bodies.Positive | None = None
+    tools: openai.Tools[Tool] = Field([])
+    tool_choice: openai.WordOr[NamedTool] = 'auto'
+    parallel_tool_calls: bool = True
+    text: TextOptions = bodies.OBJECT
+
+
 def parse(body: object) -> Call:
     """Parses a request body; raises RequestError."""
-    fields = Fields(body)
-    stored = 'is not served, for nothing is stored: send the whole conversation as input'
-    fields.take_unserved('previous_response_id', 'conversation', fix=stored)
-    fields.take_unserved('background', 'prompt', 'top_logprobs')
-    instructions = fields.take_text('instructions', longest=None)
-    messages = [Message('system', instructions)] if instructions else []
-    messages += _read_input(fields)
-    limit = fields.take_optional_integer('max_output_tokens', least=1)
-    asked = _read_tools(fields)
-    text = fields.take_fields('text')
-    wishes = read_format(text, 'format')
-    text.take_ignored('verbosity')
-    text.finish()
-    fields.take_ignored(*_IGNORED)
-    return make_call(fields, messages, 'input', limit, asked, wishes)
+    request, ignored = bodies.read(Request, body)
+    turns = [Message('system', request.instructions)] if request.instructions else []
+    if isinstance(request.input, str):
+        turns.append(Message('user', request.input))
+    else:
+        items = [item.read() for item in request.input if not isinstance(item, bodies.Skipped)]
+        if not items:
+            raise refuse('input', request.sent['input'], 'has no message: send one')
+        turns += openai.join_assistant(items)
+    choice = request.tool_choice
+    given, name = (choice, '') if isinstance(choice, str) else (choice.sent, choice.name)
+    asked = openai.choose(given, name, [tool.describe() for tool in request.tools], not request.parallel_tool_calls)
+    wishes = openai.read_format('text.format', request.text.format)
+    return openai.make_call(request, ignored, turns, 'input', request.max_output_tokens, asked, wishes)
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
@@ -83,74 +157,6 @@ def render_failure(answers: Sequence[Answer], message: str, status: int, field: 
     return _number(answers[0], {'type': 'error', 'code': str(status), 'message': message, 'param': field or None})
 
 
-# Requests.
-
-
-def _read_input(fields: Fields) -> list[Message]:
-    given = fields.take('input')
-    if isinstance(given, str) and given:
-        return [Message('user', fields.require_characters('input', given))]
-    if not isinstance(given, list) or not given:
-        raise fields.refuse('input', given, 'must be a text, or a list of one or more items')
-    fields.require_few('input', given, _MOST_ITEMS)
-    turns = [turn for i, item in enumerate(given) for turn in _read_item(fields.inside(item, f'input[{i}]'))]
-    if not turns:
-        raise fields.refuse('input', given, 'has no message: send one')
-    return join_assistant(turns)
-
-
-def _read_item(fields: Fields) -> list[Message]:
-    """Reads an item as a turn or a part of one; [] for reasoning."""
-    kind = fields.take_choice(
-        'type', ('message', 'function_call', 'function_call_output', 'reasoning'), default='message'
-    )
-    if kind == 'reasoning':
-        fields.note_ignored(reasoning=True)  # all of the item
-        return []
-    fields.take_ignored(*_OF_ITEMS)
-    if kind == 'function_call':
-        call = describe_call(fields.take_text('call_id'), take_name(fields), take_arguments(fields))
-        turn = Message('assistant', '', (call,))
-    elif kind == 'function_call_output':
-        turn = Message('tool', _read_content(fields, 'output'), tool_call_id=fields.take_text('call_id'))
-    else:
-        role = fields.take_choice('role', ('user', 'assistant', 'system', 'developer'), default='')
-        if not role:
-            raise fields.refuse('role', None, "is missing: use 'system', 'user' or 'assistant'")
-        turn = Message('system' if role == 'developer' else role, _read_content(fields, 'content'))
-    fields.finish()
-    return [turn]
-
-
-def _read_content(fields: Fields, field: str) -> str:
-    """Reads a text, or a list of text parts."""
-    given = fields.peek(field)
-    if given is None:
-        raise fields.refuse(field, None, 'is missing: send a string or a list of text parts')
-    if not isinstance(given, list):
-        return fields.take_text(field, longest=None)
-    fields.require_few(field, fields.take(field), _MOST_ITEMS)
-    return ''.join(read_part(fields.inside(part, f'{field}[{i}]'), _TEXT_PARTS) for i, part in enumerate(given))
-
-
-def _read_tools(fields: Fields) -> AskedTools:
-    only_one = not fields.take_flag('parallel_tool_calls', True)
-    tools = []
-    for entry in list_tools(fields):
-        entry.take_choice('type', ('function',))
-        tools.append({'type': 'function', 'function': read_function(entry)})
-    given = fields.take('tool_choice')
-    word, name = str(given or 'auto'), ''
-    if isinstance(given, Mapping):
-        inside = fields.inside(given, 'tool_choice')
-        inside.take_choice('type', ('function',))
-        word, name = 'required', take_name(inside)
-        inside.finish()
-    elif given not in (None, 'auto', 'none', 'required'):
-        raise fields.refuse('tool_choice', given, "must be 'auto', 'none', 'required' or a function")
-    return choose(fields, given, word, name, tuple(tools), only_one)
-
-
 # Replies.
 
 
@@ -180,7 +186,7 @@ def _render_response(call: Call, answer: Answer, info: ReplyInfo, begins: bool =
         'tools': [{'type': 'function', 'strict': False, **tool['function']} for tool in call.tools],
         'usage': None if finish is None else _count(answer),
         'metadata': {},
-        'weights': metadata(answer),
+        'weights': openai.metadata(answer),
     }
 
 

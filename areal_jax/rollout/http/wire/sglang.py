@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import numpy as np
+from pydantic import Field
 
 from areal_jax.columns import of_models, of_tokens
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire import bodies
+from areal_jax.rollout.http.wire.encoding import frame_text, refuse, write_json
 from areal_jax.rollout.http.wire.exchange import (
     ASKED,
     Answer,
@@ -21,159 +21,113 @@ from areal_jax.rollout.http.wire.exchange import (
     Finish,
     Piece,
     Prompt,
-    Reply,
     ReplyError,
     ReplyInfo,
     RequestError,
     Written,
+)
+from areal_jax.rollout.http.wire.reply import (
+    NO_ROWS,
+    Reply,
     cut_by_spans,
-    load_json,
     parse_columns,
+    parse_raw,
     read_logprobs,
-    read_wanted,
     render_columns,
+    render_raw,
 )
-from areal_jax.rollout.http.wire.request_fields import (
-    MOST_PROMPTS,
-    SGLANG,
-    Fields,
-    read_sampling,
-    read_token_ids,
-    render_sampling,
-    require_same,
-    require_scored,
-)
-from areal_jax.rollout.http.wire.row_fields import NO_ROWS, parse_raw, read_start, render_raw
-from areal_jax.types import MOST_ALTERNATIVES, TokenScores
-
-_ENTRIES, _FEW = 256, 2048  # list entries in one piece, and values in a small one
-_PREFIX = 'data: '
-_LAST = f'{_PREFIX}[DONE]'
-DONE = f'{_LAST}\n\n'.encode()  # ends every stream
-
-
-def frame(event: JsonObject) -> bytes:
-    """Renders one event as bytes."""
-    return frame_text(write_json(event))
-
-
-def frame_named(event: JsonObject) -> bytes:
-    """Renders one event with its type as the event's name."""
-    return f'event: {event["type"]}\n'.encode() + frame(event)
-
-
-def frame_text(event: str) -> bytes:
-    """Renders one event that is JSON already."""
-    return f'{_PREFIX}{event}\n\n'.encode()
-
-
-def write_json(value: object) -> str:
-    return json.dumps(value, separators=(',', ':'), allow_nan=False)
-
-
-def write_slowly(value: object) -> Iterator[str]:
-    """Yields `json.dumps(value)` in quick pieces, because the library holds the interpreter for a whole value."""
-    if _is_small(value):
-        yield json.dumps(value)
-    elif isinstance(value, dict):
-        for index, (name, inner) in enumerate(value.items()):
-            yield f'{", " if index else "{"}{json.dumps(name)}: '
-            yield from write_slowly(inner)
-        yield '}'
-    else:
-        assert isinstance(value, list)
-        for start in range(0, len(value), _ENTRIES):
-            part = value[start : start + _ENTRIES]
-            if _is_small(part):
-                yield f'{", " if start else "["}{json.dumps(part)[1:-1]}'
-                continue
-            for index, inner in enumerate(part, start):
-                yield ', ' if index else '['
-                yield from write_slowly(inner)
-        yield ']'
-
-
-def _is_small(value: object) -> bool:
-    """Whether the value has at most _FEW values inside, at any depth."""
-    layer, found = [value], 0
-    while layer := [one for one in layer if isinstance(one, list | dict)]:
-        found += sum(map(len, layer))
-        if found > _FEW:
-            return False
-        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
-    return True
-
-
-def parse_event(line: str) -> JsonObject | None:
-    """Parses the event in one line of a response; None for [DONE] and for lines without an event."""
-    if not line.startswith(_PREFIX) or line.strip() == _LAST:
-        return None
-    event = load_json(line.removeprefix(_PREFIX))
-    if not isinstance(event, dict):
-        raise ReplyError(f'the server sent an event that is no JSON object: {line[:80]!r}')
-    return event
-
+from areal_jax.types import TokenScores
 
 _MODE, _COLUMN = '{}_mode', 'output_token_{}'  # of columns
-_DEFAULT_NEW_TOKENS = 128
-_MOST_SAMPLES = 1024  # n: bounds the answers of one body
-_LONGEST_ID = 4096  # characters of a rid
 _LONGEST_PROMPT = 2**31 - 1  # of a text that is not tokenized yet
-_SAMPLING_UNSERVED = (
-    'stop_regex', 'json_schema', 'regex', 'ebnf', 'structural_tag', 'custom_params', 'stream_interval',
-)  # fmt: skip
-_UNSERVED = (
-    'image_data', 'video_data', 'audio_data', 'input_embeds', 'modalities', 'return_hidden_states', 'lora_path',
-    'lora_id', 'session_params', 'custom_logit_processor', 'token_ids_logprob',
-    'return_indexer_topk', 'return_sampling_mask', 'return_prompt_token_ids',
-    'return_flat_raw_output_top_logprobs', 'return_flat_raw_output_top_logprobs_b64', 'bootstrap_host',
-    'bootstrap_port', 'bootstrap_room',
-)  # fmt: skip
-_IGNORED = ('log_metrics', 'background', 'extra_key', 'conversation_id', 'routing_key')
 _FIRST_ROW = 'routed_experts_start_len'
+
+
+class Parameters(bodies.Sampling):
+    """The object `sampling_params`, one or one for each prompt."""
+
+    ignored = ('spaces_between_special_tokens',)
+    unserved = (
+        'stop_regex', 'json_schema', 'regex', 'ebnf', 'structural_tag', 'custom_params', 'stream_interval',
+    )  # fmt: skip
+    max_new_tokens: bodies.Natural = 128
+    n: bodies.Samples = 1
+    min_tokens: bodies.Natural = Field(0, alias='min_new_tokens')
+    seed: bodies.Seed | None = Field(None, alias='sampling_seed')
+    include_stop_str_in_output: bool = Field(False, alias='no_stop_trim')
+
+
+class Request(bodies.Body):
+    """The body of a request. Lists have an entry for each prompt."""
+
+    ignored = ('log_metrics', 'background', 'extra_key', 'conversation_id', 'routing_key')
+    unserved = (
+        'image_data', 'video_data', 'audio_data', 'input_embeds', 'modalities', 'return_hidden_states', 'lora_path',
+        'lora_id', 'session_params', 'custom_logit_processor', 'token_ids_logprob',
+        'return_indexer_topk', 'return_sampling_mask', 'return_prompt_token_ids',
+        'return_flat_raw_output_top_logprobs', 'return_flat_raw_output_top_logprobs_b64', 'bootstrap_host',
+        'bootstrap_port', 'bootstrap_room',
+    )  # fmt: skip
+    text: bodies.OneOrTurns[bodies.Spelled, bodies.Spelled] | None = None
+    input_ids: bodies.IdRows | None = None
+    sampling_params: bodies.OneOrList[Parameters, Parameters] = bodies.OBJECT
+    return_logprob: bodies.OneOrList[bool, bool] = False
+    logprob_start_len: bodies.OneOrList[bodies.Start, bodies.Start | None] = -1
+    top_logprobs_num: bodies.OneOrList[bodies.Alternatives, bodies.Alternatives] = 0
+    return_text_in_logprobs: bool = False
+    routed_experts_start_len: bodies.Natural = 0
+    rid: bodies.OneOrList[bodies.Text, bodies.Text] = ''
+    model: bodies.Text = ''
+    stream: bool = False
+    session_id: bodies.Text = ''
+    cache_salt: bodies.Text = ''
+    priority: bodies.Priority = 0
+
+    @classmethod
+    def column_fields(cls) -> Mapping[str, bodies.ColumnField]:
+        return {**bodies.ask_columns(of_tokens(), _MODE, 'selected'), **bodies.ask_columns(of_models())}
 
 
 def parse(body: object) -> Call:
     """Parses a request body; raises RequestError."""
-    fields = Fields(body)
-    prompts, prompt_field, is_batch = _read_prompts(fields)
-    sampling, n = _read_sampling(fields, len(prompts))
-    wanted = _read_flag(fields, 'return_logprob', len(prompts))
-    is_selected = lambda field: bool(fields.take_choice(field, ('selected',), default=''))
-    columns = read_wanted(is_selected, _MODE, of_tokens()) + read_wanted(fields.take_flag, columns=of_models())
-    given_start = fields.peek('logprob_start_len')
-    starts, alternatives = _read_starts(fields, prompts, wanted), _read_alternatives(fields, len(prompts), wanted)
+    request, ignored = bodies.read(Request, body)
+    prompts, prompt_field, is_batch = _list_prompts(request)
+    sampling, n = _list_sampling(request.sampling_params, len(prompts))
+    wanted = bool(_require_same('return_logprob', request.return_logprob, len(prompts)))
+    alternatives = _require_same('top_logprobs_num', request.top_logprobs_num, len(prompts))
+    if alternatives and not wanted:
+        raise refuse('top_logprobs_num', request.top_logprobs_num, 'needs return_logprob=true')
+    starts = _list_starts(request.logprob_start_len, prompts)
+    without_influence = {
+        'session_id': request.session_id,
+        'priority': request.priority,
+        'logprob_start_len': not wanted and request.logprob_start_len != -1,
+        'return_text_in_logprobs': request.return_text_in_logprobs and not wanted,
+        'routed_experts_start_len': request.routed_experts_start_len and not request.has_rows,
+    }
     call = Call(
         prompts=prompts,
         prompt_field=prompt_field,
         sampling=sampling,
-        request_ids=_read_request_ids(fields, len(prompts), n),
-        model=fields.take_text('model'),
+        request_ids=_list_request_ids(request.rid, len(prompts), n),
+        ignored=bodies.join_ignored(ignored, without_influence),
+        model=request.model,
         n=n,
         is_batch=is_batch,
-        stream=fields.take_flag('stream'),
+        stream=request.stream,
         logprobs=wanted,
-        columns=columns,
-        first_row=read_start(fields, _FIRST_ROW, min(map(_length, prompts))),
+        columns=request.columns,
+        first_row=request.routed_experts_start_len,
         alternatives=alternatives,
-        prompt_starts=starts,
-        text_in_logprobs=fields.take_flag('return_text_in_logprobs'),
-        session=fields.take_text('session_id'),
-        cache_salt=fields.take_text('cache_salt'),
-        priority=fields.take_integer('priority', 0, least=-(2**31)),
+        prompt_starts=starts if wanted else (),
+        text_in_logprobs=request.return_text_in_logprobs,
+        session=request.session_id,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
     )
-    fields.take_unserved(*_UNSERVED)
-    fields.take_ignored(*_IGNORED)
-    fields.note_ignored(
-        session_id=call.session,
-        priority=call.priority,
-        logprob_start_len=not wanted and given_start not in (None, -1),
-        return_text_in_logprobs=call.text_in_logprobs and not wanted,
-        routed_experts_start_len=call.first_row and not call.model_columns,
-    )
-    fields.finish()
-    require_scored(call, 'sampling_params.max_new_tokens', 'top_logprobs_num')
-    return dataclasses.replace(call, ignored=fields.ignored)
+    bodies.require_row(_FIRST_ROW, call.first_row, min(map(_length, prompts)))
+    bodies.require_scored(call, 'sampling_params.max_new_tokens', 'top_logprobs_num')
+    return call
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject | list[JsonObject]:
@@ -285,7 +239,7 @@ def render_request(call: Call) -> JsonObject:
     prompt, sampling = call.prompts[0], call.sampling[0]
     assert isinstance(prompt, np.ndarray), 'token ids'
     assert len(call.prompts) == 1, 'one prompt'
-    parameters = render_sampling(sampling, SGLANG) | {'n': call.n}
+    parameters = bodies.render_sampling(sampling, Parameters) | {'n': call.n}
     if sampling.max_new_tokens is not None:
         parameters['max_new_tokens'] = sampling.max_new_tokens
     body: JsonObject = {'input_ids': prompt.tolist(), 'sampling_params': parameters, 'stream': call.stream}
@@ -318,65 +272,50 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
     return [_parse_answer(Reply(reply), index, prompt, call, vocab_size) for index, reply in enumerate(replies)]
 
 
-def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
-    """Reads the prompts; returns (prompts, the name of their field, whether they came as a list)."""
-    if fields.has('text') == fields.has('input_ids'):
+def _list_prompts(request: Request) -> tuple[tuple[Prompt, ...], str, bool]:
+    """Returns (prompts, the name of their field, whether they came as a list)."""
+    given: Prompt | Sequence[Prompt]
+    if request.text is not None and request.input_ids is None:
+        given, field = request.text, 'text'
+    elif request.input_ids is not None and request.text is None:
+        given, field = request.input_ids, 'input_ids'
+    else:
         raise RequestError('input_ids', 'input_ids or text must be sent, and only one of them')
-    if fields.has('text'):
-        is_batch, texts = isinstance(fields.peek('text'), list), fields.take_texts('text')
-        if not texts:
-            raise fields.refuse('text', [], 'is empty: send a prompt')
-        return texts, 'text', is_batch
-    ids = fields.take('input_ids')
-    if isinstance(ids, list) and ids and isinstance(ids[0], list):
-        fields.require_few('input_ids', ids, MOST_PROMPTS)
-        return tuple(read_token_ids(f'input_ids[{i}]', row) for i, row in enumerate(ids)), 'input_ids', True
-    return (read_token_ids('input_ids', ids),), 'input_ids', False
+    return (tuple(given), field, True) if isinstance(given, list) else ((given,), field, False)
 
 
-def _read_sampling(fields: Fields, n_prompts: int) -> tuple[tuple[CallSampling, ...], int]:
-    """Reads the sampling; returns (sampling of each prompt, n)."""
-    given = fields.take('sampling_params')
+def _list_sampling(given: Parameters | list[Parameters], n_prompts: int) -> tuple[tuple[CallSampling, ...], int]:
+    """Returns (sampling of each prompt, n)."""
     if not isinstance(given, list):
-        one, n = _read_parameters(fields.inside({} if given is None else given, 'sampling_params'))
-        return (one,) * n_prompts, n
+        return (given.make(given.max_new_tokens, 'sampling_params.'),) * n_prompts, given.n
+    n = _require_same('sampling_params.n', [one.n for one in given], n_prompts)
+    named = [(one, f'sampling_params[{index}].') for index, one in enumerate(given)]
+    return tuple(one.make(one.max_new_tokens, path) for one, path in named), n
+
+
+def _require_length(field: str, given: Sized, n_prompts: int) -> None:
     if len(given) != n_prompts:
-        raise fields.refuse('sampling_params', given, f'must have one entry for each of {n_prompts} prompts')
-    read = [_read_parameters(fields.inside(entry, f'sampling_params[{i}]')) for i, entry in enumerate(given)]
-    return tuple(sampling for sampling, _ in read), require_same(fields, 'sampling_params.n', [n for _, n in read])
+        raise refuse(field, given, f'must have one entry for each of {n_prompts} prompts')
 
 
-def _read_parameters(fields: Fields) -> tuple[CallSampling, int]:
-    limit = fields.take_integer('max_new_tokens', _DEFAULT_NEW_TOKENS, least=0)
-    sampling = read_sampling(fields, SGLANG, limit)
-    n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
-    fields.take_unserved(*_SAMPLING_UNSERVED)
-    fields.take_ignored('spaces_between_special_tokens')
-    fields.finish()
-    return sampling, n
+def _require_same(field: str, given: int | Sequence[int], n_prompts: int) -> int:
+    """Returns the value that all prompts of a batch must share."""
+    if isinstance(given, int):
+        return given
+    _require_length(field.removesuffix('.n'), given, n_prompts)
+    if len(set(given)) != 1:
+        raise refuse(field, sorted(set(given)), 'differs between the prompts of a batch: send them one by one')
+    return given[0]
 
 
-def _read_flag(fields: Fields, field: str, n_prompts: int) -> bool:
-    """Reads one flag, or a list with a flag for each prompt, all equal."""
-    given = fields.take(field)
-    flags: list[bool] = given if isinstance(given, list) else [False if given is None else typing.cast(bool, given)]
-    if not all(isinstance(flag, bool) for flag in flags) or (isinstance(given, list) and len(flags) != n_prompts):
-        raise fields.refuse(field, given, 'must be true or false')
-    return bool(require_same(fields, field, flags))
-
-
-def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tuple[int, ...]:
-    """Reads the first token of each prompt whose log-prob is listed; -1 = none, () = log-probs are not wanted."""
-    field = 'logprob_start_len'
-    given = fields.take(field)
-    starts: list[int | None] = given if isinstance(given, list) else [typing.cast('int | None', given)] * len(prompts)
-    if len(starts) != len(prompts):
-        raise fields.refuse(field, given, f'must have one entry for each of {len(prompts)} prompts')
+def _list_starts(given: int | list[int | None], prompts: Sequence[Prompt]) -> tuple[int, ...]:
+    """Returns the first token of each prompt whose log-prob is listed; -1 = none."""
+    starts = given if isinstance(given, list) else [given] * len(prompts)
+    _require_length('logprob_start_len', starts, len(prompts))
     for start, prompt in zip(starts, prompts, strict=True):
-        most = _length(prompt)
-        if start is not None and (type(start) is not int or not -1 <= start <= most):
-            raise fields.refuse(field, start, f'must be -1 or a position of the prompt, at most {most}')
-    return tuple(-1 if start is None else typing.cast(int, start) for start in starts) if wanted else ()
+        if start is not None and start > (most := _length(prompt)):
+            raise refuse('logprob_start_len', start, f'must be -1 or a position of the prompt, at most {most}')
+    return tuple(-1 if start is None else start for start in starts)
 
 
 def _length(prompt: Prompt) -> int:
@@ -384,33 +323,15 @@ def _length(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, np.ndarray) else _LONGEST_PROMPT
 
 
-def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
-    """Reads one number, or a list with a number for each prompt, all equal."""
-    field = 'top_logprobs_num'
-    given = fields.take(field)
-    numbers: list[int] = given if isinstance(given, list) else [0 if given is None else typing.cast(int, given)]
-    fits = all(type(number) is int and 0 <= number <= MOST_ALTERNATIVES for number in numbers)
-    if not fits or (isinstance(given, list) and len(numbers) != n_prompts):
-        raise fields.refuse(field, given, f'must be an integer from 0 to {MOST_ALTERNATIVES}')
-    if (found := require_same(fields, field, typing.cast(list[int], numbers))) and not wanted:
-        raise fields.refuse(field, given, 'needs return_logprob=true')
-    return found
-
-
-def _read_request_ids(fields: Fields, n_prompts: int, n: int) -> tuple[str, ...]:
-    given, total = fields.take('rid'), n_prompts * n
-    for name in given if isinstance(given, list) else [given]:
-        if isinstance(name, str) and len(name) > _LONGEST_ID:
-            raise fields.refuse('rid', name, f'has {len(name)} characters: send {_LONGEST_ID} at most')
-    if given is None:
-        return ('',) * total
+def _list_request_ids(given: str | list[str], n_prompts: int, n: int) -> tuple[str, ...]:
+    total = n_prompts * n
     if isinstance(given, str):
-        return (given,) if total == 1 else tuple(f'{given}_{index}' for index in range(total))
-    listed = given if isinstance(given, list) and all(isinstance(entry, str) for entry in given) else []
+        return bodies.number_ids(given, total)
+    listed = given
     if len(listed) == n_prompts and n > 1:
         listed = [f'{entry}_{sample}' for entry in listed for sample in range(n)]
     if len(listed) != total or len(set(listed)) != total:
-        raise fields.refuse('rid', given, f'must be a string, or a list of one for each of {total} answers')
+        raise refuse('rid', given, f'must be a string, or a list of one for each of {total} answers')
     return tuple(listed)
 
 

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
+from areal_jax.columns import declared
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import (
-    ASKED,
-    Answer,
-    Call,
-    Finish,
-    Piece,
+from areal_jax.rollout.http.wire import bodies
+from areal_jax.rollout.http.wire.encoding import frame
+from areal_jax.rollout.http.wire.exchange import ASKED, Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
+from areal_jax.rollout.http.wire.reply import (
     Reply,
-    ReplyInfo,
-    Span,
-    count_usage,
     cut_by_spans,
     parse_columns,
+    parse_npy,
     read_logprobs,
-    read_wanted,
     render_columns,
+    render_npy,
 )
-from areal_jax.rollout.http.wire.request_fields import (
-    OPENAI,
-    Fields,
-    read_sampling,
-    read_token_ids,
-    render_sampling,
-    require_scored,
-)
-from areal_jax.rollout.http.wire.row_fields import parse_npy, read_start, render_npy
-from areal_jax.rollout.http.wire.sglang import frame
-from areal_jax.types import MOST_ALTERNATIVES
 
 PATH = '/inference/v1/generate'  # at the root, not under /v1
 _ERROR_TYPES = {
@@ -46,19 +34,7 @@ _ERROR_TYPES = {
     413: 'BadRequestError',
     429: 'RateLimitError',
 }
-_MOST_SAMPLES = 1024  # n: bounds the answers of one body
-_LARGEST_DRAW = 2**31 - 1
-_LONGEST_SALT = 1024  # characters
 _TOKEN = 'token_id:'  # before the id, in the `token` of a log-prob entry
-_UNSERVED = (
-    'features', 'content_parts', 'kv_transfer_params', 'ec_transfer_params', 'token_offsets', 'reasoning_ended',
-    'reasoning_parser_kwargs',
-)  # fmt: skip
-_SAMPLING_UNSERVED = (
-    'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprob_token_ids',
-    'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
-)  # fmt: skip
-_SAMPLING_IGNORED = ('spaces_between_special_tokens',)
 _FIRST_ROW = 'routed_experts_prompt_start'
 
 
@@ -71,57 +47,91 @@ class Delta:
     finish: Finish | None  # of the answer's last event
 
 
+class Parameters(bodies.Sampling):
+    """The object `sampling_params`."""
+
+    ignored = ('spaces_between_special_tokens',)
+    unserved = (
+        'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprob_token_ids',
+        'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
+    )  # fmt: skip
+    max_tokens: bodies.Natural | None = None
+    n: bodies.Samples = 1
+    logprobs: bodies.Alternatives | None = None
+    prompt_logprobs: bodies.Alternatives | None = None
+    routed_experts_prompt_start: bodies.Natural = 0
+    detokenize: bool = False
+
+
+class Usage(bodies.Body):
+    """The object `stream_options`."""
+
+    ignored = ('continuous_usage_stats',)
+    include_usage: bool = False
+
+
+class Request(bodies.Body):
+    unserved = (
+        'features', 'content_parts', 'kv_transfer_params', 'ec_transfer_params', 'token_offsets', 'reasoning_ended',
+        'reasoning_parser_kwargs',
+    )  # fmt: skip
+    token_ids: bodies.Ids
+    sampling_params: Parameters = bodies.OBJECT
+    model: bodies.Text = ''
+    request_id: bodies.Text = ''
+    output_mode: Literal['tokens'] = 'tokens'
+    stream: bool = False
+    stream_options: Usage = bodies.OBJECT
+    return_token_ids: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ''
+    priority: bodies.Priority = 0
+    draw: bodies.Natural = 0
+    sample: bodies.Natural = 0
+
+    @classmethod
+    def column_fields(cls) -> Mapping[str, bodies.ColumnField]:
+        return bodies.ask_columns(declared())
+
+
 def parse(body: object) -> Call:
     """Parses a request body; raises RequestError."""
-    fields = Fields(body)
-    prompt = read_token_ids('token_ids', fields.take('token_ids'))
-    parameters = fields.take_fields('sampling_params')
-    limit = parameters.take_optional_integer('max_tokens', least=0)
-    sampling = read_sampling(parameters, OPENAI, limit)
-    n = parameters.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
-    asked = parameters.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
-    wanted, alternatives = asked is not None, (asked or 0) if (asked or 0) > 1 else 0  # 1 is the sampled token alone
-    of_prompt = parameters.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
-    first_row = read_start(parameters, _FIRST_ROW, len(prompt) - 1)
-    parameters.take_unserved(*_SAMPLING_UNSERVED)
-    parameters.take_ignored(*_SAMPLING_IGNORED)
-    is_decoded = parameters.take_flag('detokenize')
-    parameters.note_ignored(detokenize=is_decoded and not sampling.stop_strings)  # replies have no text
-    parameters.finish()
-    request_id = fields.take_text('request_id')
-    fields.take_choice('output_mode', ('tokens',))
-    options = fields.take_fields('stream_options')
+    request, ignored = bodies.read(Request, body)
+    given = request.sampling_params
+    sampling, asked = given.make(given.max_tokens, 'sampling_params.'), given.logprobs
+    seedless = sampling.seed is None  # the server then chooses the noise
+    without_influence = {
+        'priority': request.priority,
+        'draw': seedless and request.draw,
+        'sample': seedless and request.sample,
+        'stream_options.include_usage': request.stream_options.include_usage and not request.stream,
+        'sampling_params.detokenize': given.detokenize and not sampling.stop_strings,  # replies have no text
+        'sampling_params.routed_experts_prompt_start': given.routed_experts_prompt_start and not request.has_rows,
+    }
     call = Call(
-        prompts=(prompt,),
+        prompts=(request.token_ids,),
         prompt_field='token_ids',
         sampling=(sampling,),
-        request_ids=(request_id,) if n == 1 else tuple(f'{request_id}_{i}' if request_id else '' for i in range(n)),
-        model=fields.take_text('model'),
-        n=n,
-        stream=fields.take_flag('stream'),
-        stream_usage=options.take_flag('include_usage'),
-        logprobs=wanted,
-        columns=read_wanted(fields.take_flag),
-        first_row=first_row,
-        alternatives=alternatives,
-        prompt_logprobs=of_prompt,
-        prompt_starts=() if of_prompt is None else (0,),
-        return_prompt_token_ids=fields.take_flag('return_token_ids'),
-        cache_salt=_read_salt(fields),
-        priority=fields.take_integer('priority', 0, least=-(2**31)),
-        draw=fields.take_integer('draw', 0, least=0, most=_LARGEST_DRAW),
-        sample=fields.take_integer('sample', 0, least=0, most=_LARGEST_DRAW),
+        request_ids=bodies.number_ids(request.request_id, given.n),
+        ignored=bodies.join_ignored(ignored, without_influence),
+        model=request.model,
+        n=given.n,
+        stream=request.stream,
+        stream_usage=request.stream_options.include_usage,
+        logprobs=asked is not None,
+        columns=request.columns,
+        first_row=given.routed_experts_prompt_start,
+        alternatives=(asked or 0) if (asked or 0) > 1 else 0,  # 1 is the sampled token alone
+        prompt_logprobs=given.prompt_logprobs,
+        prompt_starts=() if given.prompt_logprobs is None else (0,),
+        return_prompt_token_ids=request.return_token_ids,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        draw=request.draw,
+        sample=request.sample,
     )
-    options.take_ignored('continuous_usage_stats')
-    options.note_ignored(include_usage=call.stream_usage and not call.stream)
-    options.finish()
-    fields.take_unserved(*_UNSERVED)
-    seedless = sampling.seed is None  # the server then chooses the noise
-    fields.note_ignored(priority=call.priority, draw=seedless and call.draw, sample=seedless and call.sample)
-    parameters.note_ignored(routed_experts_prompt_start=call.first_row and not call.model_columns)
-    fields.finish()
-    require_scored(call, 'sampling_params.max_tokens', 'sampling_params.logprobs')
-    return dataclasses.replace(call, ignored=fields.ignored)
+    bodies.require_row(f'sampling_params.{_FIRST_ROW}', call.first_row, len(request.token_ids) - 1)
+    bodies.require_scored(call, 'sampling_params.max_tokens', 'sampling_params.logprobs')
+    return call
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
@@ -179,7 +189,7 @@ def render_request(call: Call) -> JsonObject:
     prompt, sampling = call.prompts[0], call.sampling[0]
     assert isinstance(prompt, np.ndarray), 'token ids'
     assert len(call.prompts) == 1, 'one prompt'
-    parameters = render_sampling(sampling, OPENAI) | {'detokenize': bool(sampling.stop_strings)}
+    parameters = bodies.render_sampling(sampling, Parameters) | {'detokenize': bool(sampling.stop_strings)}
     optional = {
         'max_tokens': sampling.max_new_tokens,
         'logprobs': 0 if call.logprobs else None,
@@ -224,15 +234,6 @@ def parse_event(event: object, call: Call, so_far: Sequence[int], vocab_size: in
         index = choice.integer('index', call.n - 1)
         found.append(_parse_choice(choice, call, so_far[index], vocab_size))
     return found
-
-
-def _read_salt(fields: Fields) -> str:
-    if not fields.has('cache_salt'):
-        return ''
-    salt = fields.take_text('cache_salt')
-    if not 1 <= len(salt) <= _LONGEST_SALT:
-        raise fields.refuse('cache_salt', salt, f'must have 1 to {_LONGEST_SALT} characters')
-    return salt
 
 
 def _request_id(answer: Answer, call: Call) -> str:

@@ -7,7 +7,7 @@ import concurrent.futures
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import cast
+from typing import Annotated, Literal
 
 import grpc
 from jetstream.core import orchestrator, server_lib
@@ -17,20 +17,42 @@ from areal_jax.config.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S, ServerPause
+from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.thread import ServedModel
 from areal_jax.rollout.http.wire import control as wire
+from areal_jax.rollout.http.wire.bodies import Body, Text, Within, read
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.jetstream import control, messages
 from areal_jax.rollout.jetstream.server.engine import RelayDriver
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls, end_refused
 from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.rollout.jetstream.server.request_messages import read_control
 
-_PAUSES = ('abort', 'retract', 'in_place', 'wait')
+Seconds = Annotated[float, Within(0, LONGEST_LEASE_S)]  # of a lease; 0 = not given
+
+
+class _Request(Body):
+    request_id: Text = ''
+
+
+class _Pause(Body):
+    mode: Literal['abort', 'retract', 'in_place', 'wait'] = 'abort'
+    lease_s: Seconds = 0.0
+
+
+class _Renewal(Body):
+    lease_s: Seconds = 0.0
+
+
+class _Stage(Body):
+    path: Text = ''
+    version: Text = ''
+
+
+class _Swap(Body):
+    version: Text = ''
 
 
 class ControlService:
@@ -60,7 +82,7 @@ class ControlService:
         return grpc.method_handlers_generic_handler(control.SERVICE, handlers)
 
     def _handle(
-        self, act: Callable[[Fields, str], Awaitable[JsonObject]]
+        self, act: Callable[[object, str], Awaitable[JsonObject]]
     ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
         async def answer(message: bytes, context: grpc.aio.ServicerContext) -> bytes:
             metadata = await self._calls.require_allowed(context)
@@ -82,9 +104,7 @@ class ControlService:
         await self._calls.require_allowed(context)
         await self._calls.refuse_large(message, context)
         try:
-            fields = read_control(message)
-            name = fields.take_text('request_id')
-            fields.finish()
+            name = read(_Request, read_control(message))[0].request_id
         except RequestError as error:
             await end_refused(context, error)
         if record := self._calls.records.take(name):
@@ -94,46 +114,42 @@ class ControlService:
         )
         raise AssertionError('abort raises')
 
-    async def _register(self, fields: Fields, client: str) -> JsonObject:
+    async def _register(self, fields: object, client: str) -> JsonObject:
         """Registers a client; ends every request and the pauses of other such clients, refused from now on."""
-        fields.finish()
+        read(wire.Nothing, fields)
         name = wire.require_client(client)
         await self._bridge.act('register', lambda service: service.register(name))
         return {}
 
-    async def _pause(self, fields: Fields, client: str) -> JsonObject:
-        mode = fields.take_choice('mode', _PAUSES)
-        lease = wire.read_lease(client, _take_lease(fields))
-        fields.finish()
-        await self._bridge.act('pause', lambda service: service.pause(cast(ServerPause, mode), lease))
+    async def _pause(self, fields: object, client: str) -> JsonObject:
+        asked, _ = read(_Pause, fields)
+        lease = wire.read_lease(client, asked.lease_s)
+        await self._bridge.act('pause', lambda service: service.pause(asked.mode, lease))
         return {}
 
-    async def _renew(self, fields: Fields, client: str) -> JsonObject:
-        lease = wire.read_lease(wire.require_client(client), _take_lease(fields))
-        fields.finish()
+    async def _renew(self, fields: object, client: str) -> JsonObject:
+        lease = wire.read_lease(wire.require_client(client), read(_Renewal, fields)[0].lease_s)
         assert lease is not None
         found = await self._bridge.act('renew', lambda service: service.renew(lease), self._bridge.limits.reply_s)
         return {'renewed': found}
 
-    async def _resume(self, fields: Fields, client: str) -> JsonObject:
-        fields.finish()
+    async def _resume(self, fields: object, client: str) -> JsonObject:
+        read(wire.Nothing, fields)
         await self._bridge.act('resume', lambda service: service.resume(client), self._bridge.limits.reply_s)
         return {}
 
-    async def _stage(self, fields: Fields, client: str) -> JsonObject:
-        path, label = fields.take_text('path'), fields.take_text('version')
-        fields.finish()
-        await self._bridge.act('stage', lambda service: service.stage(path, label, client))
+    async def _stage(self, fields: object, client: str) -> JsonObject:
+        asked, _ = read(_Stage, fields)
+        await self._bridge.act('stage', lambda service: service.stage(asked.path, asked.version, client))
         return {}
 
-    async def _swap(self, fields: Fields, client: str) -> JsonObject:
-        label = fields.take_text('version')
-        fields.finish()
+    async def _swap(self, fields: object, client: str) -> JsonObject:
+        label = read(_Swap, fields)[0].version
         await self._bridge.act('swap', lambda service: service.swap(label or None, client=client))
         return {'pause_seconds': (await self._bridge.look()).update_pause_s}
 
-    async def _status(self, fields: Fields, client: str) -> JsonObject:
-        fields.finish()
+    async def _status(self, fields: object, client: str) -> JsonObject:
+        read(wire.Nothing, fields)
         status = await self._bridge.look()
         return {
             'weight_version': status.weight_version,
@@ -149,21 +165,16 @@ class ControlService:
             'records_kept': len(self._calls.records),
         }
 
-    async def _abort(self, fields: Fields, client: str) -> JsonObject:
-        name = fields.take_text('request_id')
-        fields.finish()
+    async def _abort(self, fields: object, client: str) -> JsonObject:
+        name = read(_Request, fields)[0].request_id
         act = (lambda service: service.cancel([name])) if name else (lambda service: service.cancel_all())
         await self._bridge.act('abort', act, self._bridge.limits.reply_s)
         return {}
 
-    async def _flush(self, fields: Fields, client: str) -> JsonObject:
-        fields.finish()
+    async def _flush(self, fields: object, client: str) -> JsonObject:
+        read(wire.Nothing, fields)
         await self._bridge.act('flush', lambda service: service.flush_cache(client), self._bridge.limits.reply_s)
         return {}
-
-
-def _take_lease(fields: Fields) -> float:
-    return fields.take_number('lease_s', 0.0, 0.0, LONGEST_LEASE_S)
 
 
 class RelayOrchestrator(orchestrator.LLMOrchestrator):

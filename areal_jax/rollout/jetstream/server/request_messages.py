@@ -9,11 +9,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.limits import SMALL_BYTES
+from areal_jax.rollout.http.server.limits import SMALL_BYTES, BodyBound
 from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.wire.encoding import parse_json
 from areal_jax.rollout.http.wire.exchange import Call, RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 from areal_jax.rollout.jetstream.messages import parse_request
 from areal_jax.rollout.jetstream.record import SETTINGS, read_settings
 
@@ -64,7 +63,7 @@ def _list_unknown(request: Any) -> list[Any]:
     return [field for one in (request, inside) if one is not None for field in UnknownFieldSet(one)]
 
 
-def read_control(message: bytes) -> Fields:
+def read_control(message: bytes) -> object:
     """Reads the fields of a message of the second service; b'' has no fields.
 
     Raises RequestError; for a message larger than any of that service, before it is parsed.
@@ -75,4 +74,4 @@ def read_control(message: bytes) -> Fields:
             f'the message has {len(message)} bytes, and one of this service {SMALL_BYTES} at most: send the '
             'fields that it takes',
         )
-    return Fields(parse_json(message or b'{}'))
+    return parse_json(message or b'{}')

@@ -14,7 +14,7 @@ from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import OwnDialect, VllmDialect
-from areal_jax.rollout.http.wire import exchange
+from areal_jax.rollout.http.wire import reply
 from areal_jax.rollout.servers.member import RequestFailedError
 from areal_jax.types import Segment
 from tests.rollout.engine_contract import LONGEST, Bench
@@ -97,7 +97,7 @@ class Scripted:
 
     async def require(self, method, path, body=None):
         class Reply:
-            fields = staticmethod(lambda: exchange.Reply({}))
+            fields = staticmethod(lambda: reply.Reply({}))
 
         return Reply()
 

@@ -18,8 +18,8 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.http.server.bridge import Texts
-from areal_jax.rollout.http.server.callers import Callers
 from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.replies import Callers
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, bind, describe_url
 from areal_jax.rollout.http.service import GenerationService

@@ -13,8 +13,7 @@ import pytest
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server import limits
 from areal_jax.rollout.http.server.body_parser import BodyParser
-from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.server.limits import SMALL_BYTES, Limits, Places
+from areal_jax.rollout.http.server.limits import SMALL_BYTES, BodyBound, Limits, Places
 from areal_jax.rollout.http.server.replies import Bodies
 from areal_jax.rollout.http.wire.exchange import RequestError
 from tests.rollout.http.server.rig import CONTEXT, PROMPT, ToyServer

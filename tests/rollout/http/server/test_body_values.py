@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.server.body_values import (
+from areal_jax.rollout.http.server.limits import (
     MOST_VALUES,
     BodyBound,
     count_characters,

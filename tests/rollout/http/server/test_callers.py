@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from aiohttp import web
 
-from areal_jax.rollout.http.server.callers import ACTING_PATHS, OPEN_PATHS, READING
 from areal_jax.rollout.http.server.openapi import render_page
+from areal_jax.rollout.http.server.replies import ACTING_PATHS, OPEN_PATHS, READING
 from tests.rollout.http.server.rig import PROMPT, ToyServer, write_weights
 
 DOCS = pathlib.Path(__file__).parents[4] / 'docs'

@@ -6,11 +6,12 @@ import jsonschema
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.http.server import control, generation, openapi, replies, state
+from areal_jax.rollout.http.server import control, generation, openapi, state, tokenizer
 from areal_jax.rollout.http.server.openapi import describe_server, list_operations, render_page
+from tests.rollout.http.server.examples import examples_of, parser_of
 from tests.rollout.http.server.rig import ToyServer
 
-WITH_BODY = [operation for operation in list_operations() if operation.parse is not None]
+WITH_BODY = [operation for operation in list_operations() if operation.body is not None]
 # of each JSON type, and beyond bounds
 VALUES = [None, True, False, -2, 0, 1, 10**12, -0.5, 0.5, 1e9, '', 'x', 'x' * 5000, [], [1], ['x'], [[1]], {}, {'x': 1}]
 
@@ -39,7 +40,7 @@ def test_the_page_has_every_route_and_no_other(server):
     assert status == 200
     listed = {(method.upper(), path) for path, one in document['paths'].items() for method in one}
     assert document == describe_server()
-    served = [generation.list_routes('toy'), *(one.list_routes() for one in (control, openapi, state, replies))]
+    served = [generation.list_routes('toy'), *(one.list_routes() for one in (control, openapi, state, tokenizer))]
     assert listed == {(one.method, one.path.replace(':.+', '')) for routes in served for one in routes}
 
 
@@ -70,7 +71,7 @@ def test_replies_have_the_form_that_the_page_says(server, path, body):
 
 def variants(operation):
     """The examples with a value of every kind in each field, one after the other."""
-    for example in operation.examples:
+    for example in examples_of(operation):
         for field in schema_of(operation).schema['properties']:
             if not (field == 'messages' and 'input_ids' in example):  # the ids are what is read
                 yield from ((field, value, example | {field: value}) for value in VALUES)
@@ -79,17 +80,17 @@ def variants(operation):
 @pytest.mark.parametrize('operation', WITH_BODY, ids=lambda operation: operation.path)
 def test_a_schema_accepts_the_examples_and_all_that_the_parser_accepts(operation):
     schema = schema_of(operation)
-    for example in operation.examples:
+    for example in examples_of(operation):
         assert schema.is_valid(example), schema
     for field, value, body in variants(operation):
-        assert schema.is_valid(body) or not accepts(operation.parse, body), (field, value)
-    unknown = operation.examples[0] | {'no_such_field': 1}
-    assert schema.is_valid(unknown) == accepts(operation.parse, unknown)
+        assert schema.is_valid(body) or not accepts(parser_of(operation), body), (field, value)
+    unknown = operation.example | {'no_such_field': 1}
+    assert schema.is_valid(unknown) == accepts(parser_of(operation), unknown)
 
 
 def test_the_comparison_above_has_bodies_that_both_accept_and_that_both_refuse():
     found = [
-        (schema_of(operation).is_valid(body), accepts(operation.parse, body))
+        (schema_of(operation).is_valid(body), accepts(parser_of(operation), body))
         for operation in WITH_BODY
         for _, _, body in variants(operation)
     ]
@@ -101,12 +102,12 @@ def test_the_comparison_above_has_bodies_that_both_accept_and_that_both_refuse()
 @pytest.mark.parametrize('operation', WITH_BODY, ids=lambda operation: operation.path)
 def test_a_value_of_another_type_is_refused_by_schema_and_parser(operation):
     """Fields of one type: what the parser would take for another one is in no schema."""
-    schema, example = schema_of(operation), operation.examples[0]
+    schema, example = schema_of(operation), operation.example
     for field, found in schema.schema['properties'].items():
         kinds = {one.get('type') for one in found.get('anyOf', [found])} - {'null'}
         for wrong in [7, 'x', {'x': 1}] if kinds == {'boolean'} else ['x', {'x': 1}] if kinds == {'integer'} else []:
             assert not schema.is_valid(example | {field: wrong}), field
-            assert not accepts(operation.parse, example | {field: wrong}), field
+            assert not accepts(parser_of(operation), example | {field: wrong}), field
 
 
 def test_a_field_that_must_be_there_is_said():

@@ -11,10 +11,11 @@ import pytest
 import areal_jax
 from areal_jax.rollout.http.server.openapi import list_operations
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
+from areal_jax.rollout.http.wire.bodies import Body, describe, read
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, describe_request
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.agents.gateway import rig as gateway_rig
+from tests.rollout.http.server.examples import examples_of, parser_of
 from tests.rollout.http.server.rig import ToyServer
 from tests.rollout.http.server.test_malformed import BODIES as ALL_BODIES
 from tests.rollout.http.server.test_malformed import places, replace
@@ -60,19 +61,19 @@ def put(body, path, name, value):
 
 def ask_ignored(operation):
     """(a body, the field in it that is ignored, as it is counted)."""
-    schema = describe_request(operation.parse, operation.examples)
+    schema, parse = describe(operation.body), parser_of(operation)
     for names in dict.fromkeys(list_ignored(schema)):
-        for example in operation.examples:
+        for example in examples_of(operation):
             for place in objects(example, names[:-1]):
                 body = put(example, place, names[-1], 1)
                 try:
-                    operation.parse(body)
+                    parse(body)
                 except RequestError:
                     continue  # of another kind of message
                 yield body, '.'.join(names)
 
 
-OPERATIONS = {operation.path: operation for operation in list_operations() if operation.parse is not None}
+OPERATIONS = {operation.path: operation for operation in list_operations() if operation.body is not None}
 GENERATING = {
     '/generate': sglang, '/inference/v1/generate': vllm, '/v1/completions': completions,
     '/v1/chat/completions': chat, '/v1/responses': responses, '/v1/messages': messages,
@@ -140,24 +141,24 @@ def test_what_has_an_influence_is_not_counted():
 
 
 REFUSED = {
-    'no generation prompt': (chat.parse, {'messages': [USER], 'add_generation_prompt': False}, 'add_generation_prompt'),
-    'values that are no object': (chat.parse, {'messages': [USER], 'chat_template_kwargs': 1}, 'chat_template_kwargs'),
+    'no generation prompt': (None, {'messages': [USER], 'add_generation_prompt': False}, 'add_generation_prompt'),
+    'values that are no object': (None, {'messages': [USER], 'chat_template_kwargs': 1}, 'chat_template_kwargs'),
     'an update that goes on alone': (
-        control.read_update_from_disk, {'model_path': '/m', 'is_async': True}, 'is_async',
+        control.UpdateFromDisk, {'model_path': '/m', 'is_async': True}, 'is_async',
     ),
-    'a pause that stays': (control.read_update_from_disk, {'model_path': '/m', 'keep_pause': True}, 'keep_pause'),
-    'another format': (control.read_update_from_disk, {'model_path': '/m', 'load_format': 'dummy'}, 'load_format'),
-    'a call with arguments': (control.read_rpc, {'kwargs': {'weights_path': '/m'}, 'args': [1]}, 'args'),
-    'a call with another one': (control.read_rpc, {'kwargs': {'weights_path': '/m', 'strict': 1}}, 'kwargs.strict'),
-    'a call with a field': (control.read_rpc, {'kwargs': {'weights_path': '/m'}, 'unique_reply_rank': 1}, 'unique_re'),
+    'a pause that stays': (control.UpdateFromDisk, {'model_path': '/m', 'keep_pause': True}, 'keep_pause'),
+    'another format': (control.UpdateFromDisk, {'model_path': '/m', 'load_format': 'dummy'}, 'load_format'),
+    'a call with arguments': (control.Rpc, {'kwargs': {'weights_path': '/m'}, 'args': [1]}, 'args'),
+    'a call with another one': (control.Rpc, {'kwargs': {'weights_path': '/m', 'strict': 1}}, 'kwargs.strict'),
+    'a call with a field': (control.Rpc, {'kwargs': {'weights_path': '/m'}, 'unique_reply_rank': 1}, 'unique_re'),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize('case', REFUSED)
 def test_what_would_change_something_and_is_not_served_is_refused(case):
-    parse, body, field = REFUSED[case]
+    kind, body, field = REFUSED[case]
     with pytest.raises(RequestError) as refused:
-        parse(Fields(body) if parse.__module__.endswith('control') else body)
+        chat.parse(body) if kind is None else read(kind, body)
     assert refused.value.field.startswith(field)
 
 
@@ -264,27 +265,20 @@ def test_a_value_for_the_template_is_refused_where_the_template_looks_at_it(key,
 # The page.
 
 
+def find_bodies(kind=Body):
+    """All classes of bodies."""
+    return [kind, *(one for inner in kind.__subclasses__() for one in find_bodies(inner))]
+
+
 def find_ignored_names():
-    """Whatever a reader of requests ignores: the arguments of take_ignored and note_ignored in the source."""
+    """Fields that a class of bodies ignores, and those that have no influence without another one."""
     root = pathlib.Path(areal_jax.__file__).parent / 'rollout' / 'http'
+    for kind in find_bodies():
+        yield from kind.ignored if kind.__module__.startswith('areal_jax.') else ()
     for path in root.rglob('*.py'):
-        tree = ast.parse(path.read_text())
-        tuples = {
-            target.id: ast.literal_eval(node.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-            for target in node.targets
-            if isinstance(target, ast.Name) and ('IGNORED' in target.id or target.id == '_OF_ITEMS')
-        }
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if getattr(call.func, 'attr', '') not in ('take_ignored', 'note_ignored'):
-                continue
-            yield from (keyword.arg for keyword in call.keywords if keyword.arg)
-            for given in call.args:
-                if isinstance(given, ast.Constant):
-                    yield given.value
-                elif isinstance(given, ast.Starred):
-                    yield from tuples[given.value.id]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == 'without_influence':
+                yield from (key.value.rpartition('.')[2] for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def test_the_page_names_every_field_that_is_ignored():

@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.columns import Column
 from areal_jax.models.families import Experts, ModelConfig
-from areal_jax.rollout.http.wire.column_form import ColumnForm, RouteForm, list_forms
+from areal_jax.rollout.http.wire.exchange import ColumnForm, RouteForm, list_forms
 from tests.rollout.http.expert_rig import FORM, MIXED
 
 ROWS = np.array([[[0, 1, 2], [7, 6, 5]], [[3, 1, 2], [0, 2, 4]], [[5, 4, 3], [1, 0, 7]]], np.uint8)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Library
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.wire.answer_reader import ParsedAnswer
-from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS
+from areal_jax.rollout.http.wire.encoding import MOST_LEVELS
 from areal_jax.text.file_tokenizers import HfTokenizer
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.hf_directory import write

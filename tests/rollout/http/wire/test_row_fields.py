@@ -11,9 +11,8 @@ import pytest
 from areal_jax import columns
 from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
-from areal_jax.rollout.http.wire.column_form import ColumnForm
-from areal_jax.rollout.http.wire.exchange import Answer, Finish, Piece, ReplyError, ReplyInfo, RequestError
-from areal_jax.rollout.http.wire.row_fields import find_rows
+from areal_jax.rollout.http.wire.exchange import Answer, ColumnForm, Finish, Piece, ReplyError, ReplyInfo, RequestError
+from areal_jax.rollout.http.wire.reply import find_rows
 from tests.rollout.http.expert_rig import FORM, FORMS
 
 NAME = ROUTED_EXPERTS.name

@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import pydantic
 import pytest
 
+from areal_jax.rollout.http.wire import bodies, sglang, vllm
+from areal_jax.rollout.http.wire.bodies import render_sampling
 from areal_jax.rollout.http.wire.exchange import CallSampling, RequestError
-from areal_jax.rollout.http.wire.request_fields import OPENAI, SGLANG, Fields, read_sampling, render_sampling
+
+OPENAI, SGLANG = vllm.Parameters, sglang.Parameters
 
 FULL = CallSampling(
     max_new_tokens=64, min_new_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
@@ -14,11 +18,11 @@ FULL = CallSampling(
 )  # fmt: skip
 
 
-def read(body, names=OPENAI, limit=64):
-    fields = Fields(body, 'sampling_params')
-    found = read_sampling(fields, names, limit)
-    fields.finish()
-    return found
+def read(body, kind=OPENAI, limit=64):
+    request = pydantic.create_model('Request', __base__=bodies.Body, sampling_params=(kind, ...))
+    found, ignored = bodies.read(request, {'sampling_params': body})
+    assert not ignored
+    return found.sampling_params.make(limit, 'sampling_params.')
 
 
 @pytest.mark.parametrize('names', [OPENAI, SGLANG])

@@ -8,6 +8,7 @@ import pytest
 
 from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.rollout.http.wire import sglang
+from areal_jax.rollout.http.wire.encoding import parse_event
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     CallSampling,
@@ -18,7 +19,6 @@ from areal_jax.rollout.http.wire.exchange import (
     Span,
     name_answers,
 )
-from areal_jax.rollout.http.wire.sglang import parse_event
 from tests.rollout.http.wire.calls import INFO, PROMPT, answer, stream
 
 BODY = {

@@ -1,11 +1,11 @@
-"""Server-sent events on the wire."""
+"""JSON and server-sent events on the wire."""
 
 import json
 
 import pytest
 
-from areal_jax.rollout.http.wire.exchange import ReplyError
-from areal_jax.rollout.http.wire.sglang import DONE, frame, parse_event, write_slowly
+from areal_jax.rollout.http.wire.encoding import DONE, frame, parse_event, parse_json, read_integer, write_slowly
+from areal_jax.rollout.http.wire.exchange import ReplyError, RequestError
 
 
 def test_an_event_is_read_as_it_was_written():
@@ -40,3 +40,22 @@ def test_pieces_of_a_value_are_what_the_library_writes(value):
     pieces = list(write_slowly(value))
     assert ''.join(pieces) == json.dumps(value)
     assert max(map(len, pieces)) < 20_000
+
+
+@pytest.mark.parametrize('content', [b'{"a": ', b'\xff', b'', b'[' * 100_000, b'{"a": ' + b'9' * 5000 + b'}'])
+def test_a_body_that_is_no_json_is_refused(content):
+    with pytest.raises(RequestError, match=r'^body must be JSON: ') as error:
+        parse_json(content)
+    assert error.value.field == 'body'
+
+
+def test_json_is_read():
+    assert parse_json('{"a": "é"}'.encode()) == {'a': 'é'}
+
+
+@pytest.mark.parametrize(('text', 'number'), [
+    ('0', 0), ('7', 7), ('0' * 5000 + '7', 7), ('900', 900), ('901', None), ('9' * 5000, None), ('', None),
+    ('-1', None), ('+1', None), ('1_0', None), (' 1', None), ('1.0', None), ('\u0661', None), ('\xb2', None),
+])  # fmt: skip
+def test_text_over_http_is_an_integer_or_none(text, number):
+    assert read_integer(text, 900) == number
