@@ -63,7 +63,7 @@ setup(
         'tokenizers>=0.21',
         'jinja2>=3.1',
         'psutil>=6.0',
-        'rich>=13',  # the bar on a terminal
+        'rich>=13',  # the bar on a terminal, widths of its texts
     ],
     extras_require={
         'tpu': ['jax[tpu]>=0.10.2,<0.13'],
