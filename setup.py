@@ -64,7 +64,7 @@ setup(
         'jinja2>=3.1',
         'msgspec>=0.19',  # checks of JSON by declared types
         'psutil>=6.0',
-        'rich>=13',  # the bar on a terminal
+        'rich>=13',  # the bar on a terminal, widths of its texts
     ],
     extras_require={
         'tpu': ['jax[tpu]>=0.10.2,<0.13'],

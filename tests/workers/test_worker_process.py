@@ -119,7 +119,7 @@ def test_a_closed_descriptor_is_watched_no_more(connection, sockets):
         await asyncio.sleep(0)
         connection.close()
         with pytest.raises(WorkerDiedError, match='was killed'):
-            await reply
+            await asyncio.wait_for(reply, 10)
         assert not asyncio.get_running_loop().remove_reader(watched)
 
     asyncio.run(main())
@@ -134,7 +134,7 @@ def test_a_close_between_readiness_and_reading_reads_nothing(connection, worker)
         # the next turn of the loop finds the line; the one after closes before the coroutine continues
         loop.call_soon(lambda: loop.call_soon(connection.close))
         with pytest.raises(WorkerDiedError, match='was killed'):
-            await reply
+            await asyncio.wait_for(reply, 10)
 
     asyncio.run(main())
 
