@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -265,9 +266,13 @@ class DemonstrationStream:
 
 
 def read_demonstrations(
-    path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float
+    path: str,
+    tokenizer: Tokenizer,
+    system_prompt: str,
+    held_out_fraction: float,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Demonstrations:
-    """Demonstrations from a file of JSON lines; blank lines are skipped, repeated ones kept.
+    """Demonstrations from a file or data set (see `read_objects`); blank lines are skipped, repeated ones kept.
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier ones of
     the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations that do
@@ -280,7 +285,8 @@ def read_demonstrations(
     """
     keys = LineKeys(path, _USED, OF_DEMONSTRATIONS, ('messages', 'question'), ('messages', 'answer'))
     rows = [
-        (source, *_read_conversation(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)
+        (source, *_read_conversation(row, source, system_prompt, keys, tokenizer))
+        for source, row in read_objects(path, columns=columns)
     ]
     keys.tell()
     sources = [row[0] for row in rows]
@@ -405,8 +411,14 @@ class Pair:
         return 2 * (len(self.prompt_tokens) - 1) + answered, answered
 
 
-def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float) -> Demonstrations:
-    """Pairs from a file of JSON lines; blank lines are skipped, repeated ones kept.
+def read_pairs(
+    path: str,
+    tokenizer: Tokenizer,
+    system_prompt: str,
+    held_out_fraction: float,
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> Demonstrations:
+    """Pairs from a file or data set (see `read_objects`); blank lines are skipped, repeated ones kept.
 
     A line is an object with `prompt`, a text or a list of {role, content} whose last is the user's, and the texts
     `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with a system prompt. `tools` and
@@ -416,7 +428,10 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, (*_FIELDS, 'tools'), OF_PAIRS)
-    rows = [(source, *_read_pair(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)]
+    rows = [
+        (source, *_read_pair(row, source, system_prompt, keys, tokenizer))
+        for source, row in read_objects(path, columns=columns)
+    ]
     keys.tell()
     sources, tools = [row[0] for row in rows], [row[4] for row in rows]
     prompts = encode_prompts(tokenizer, [row[1] for row in rows], sources, tools)

@@ -8,7 +8,8 @@ check), partial_credit, family and place.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from areal_jax.config.agent_fields import find_least_deadline
@@ -28,11 +29,11 @@ _COMPLETE = 'Complete this Python function. Answer with the whole function in a 
 _MOST_S, _MOST_MB = 300, 2**16
 
 
-def read_problems(path: str) -> list[Problem]:
-    """Reads each distinct problem of a file of JSON lines. Raises a TaskError that names file and line."""
+def read_problems(path: str, columns: Mapping[str, str] = MappingProxyType({})) -> list[Problem]:
+    """Reads each distinct problem of a file or data set (see `read_objects`). Raises TaskError with file and line."""
     problems: dict[str, Problem] = {}
     keys = LineKeys(path, _KNOWN, OF_CODE, _REFERENCE)
-    for place, row in read_objects(path):
+    for place, row in read_objects(path, columns=columns):
         _require_spelled(row, place)
         keys.require(row, place)
         problem = complete_problem(row, place)

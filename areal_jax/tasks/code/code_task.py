@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from areal_jax.config.agent_fields import HUMAN_EVAL, find_check_budget
 from areal_jax.errors import suggest
@@ -23,11 +24,12 @@ _judge: Judge | None = None  # of this process, which scores one answer at a tim
 def build(
     tokenizer: Tokenizer, path: str, datasets: Sequence[str], system_prompt: str, held_out_fraction: float,
     time_limit_s: float, memory_limit_mb: int, verifier_deadline_s: float, show_tests: bool, partial_credit: bool,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> ListedTask:  # fmt: skip
     """The problems of a file, of HumanEval (all held out), or of generated families.
 
     Args:
-      path: '' = generated problems; 'humaneval'; else a file.
+      path: '' = generated problems; 'humaneval'; else a file or data set.
       datasets: families of generated problems; () = all except families that are held out whole.
       verifier_deadline_s: the whole check of an answer ends before it.
       show_tests: whether the visible tests follow the question.
@@ -39,7 +41,7 @@ def build(
             f'task.datasets={tuple(datasets)} names families of generated problems, and task.path={path!r} '
             "has none: use task.path='', or task.datasets=()"
         )
-    listed, check_s = _list_problems(path, datasets), find_check_budget(verifier_deadline_s)
+    listed, check_s = _list_problems(path, datasets, columns), find_check_budget(verifier_deadline_s)
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in listed:
         limits = {'time_limit_s': time_limit_s, 'memory_limit_mb': memory_limit_mb}
@@ -55,11 +57,11 @@ def build(
     return ListedTask('code', score, sides, messages, tokenizer, str.strip)
 
 
-def _list_problems(path: str, datasets: Sequence[str]) -> list[Problem]:
+def _list_problems(path: str, datasets: Sequence[str], columns: Mapping[str, str]) -> list[Problem]:
     if path == HUMAN_EVAL:
         return code_problems.list_human_eval()
     if path:
-        return code_problems.read_problems(path)
+        return code_problems.read_problems(path, columns)
     known = function_families.list_families()
     for name in datasets:
         if name not in known:
