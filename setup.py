@@ -19,6 +19,7 @@ JOBSET = ['pyyaml>=6']
 AGENTS = ['mcp>=2.3,<3', 'openai>=2', 'pyzmq>=26', 'msgpack>=1.1', 'renderers>=0.1.12', 'httpx>=0.27']
 ENERGY = ['nvidia-ml-py>=12']  # energy counters of GPUs
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
+HUB = [*PUSH, 'pyarrow>=18']  # models and data sets by name; Parquet
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
@@ -80,6 +81,7 @@ setup(
         'wandb': ['wandb>=0.31'],
         'mlflow': ['mlflow>=3.1'],
         'trackio': ['trackio>=0.20'],
+        'hub': HUB,
         'push': PUSH,
         'energy': ENERGY,
         'agents': AGENTS,
@@ -97,6 +99,7 @@ setup(
             *DOCS,
             *JOBSET,
             *AGENTS,
+            *HUB,
             'jsonschema>=4.20',
             'scikit-learn>=1.5',  # benchmarks/digits.py
             'pytest>=8',

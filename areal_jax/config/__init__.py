@@ -405,7 +405,12 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Yields a sentence for each broken rule of task and model alone."""
     if c.task.name == 'jsonl' and not c.task.path:
-        yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
+        yield "task.name='jsonl' needs task.path: a file, or hf:ORG/NAME, with question and answer (sft: or messages)"
+    if c.task.columns and c.task.name not in ('jsonl', 'code'):
+        yield f'task.columns is read by the tasks jsonl and code alone, not by {c.task.name!r}: remove it'
+    for name, column in c.task.columns.items():
+        if not isinstance(column, str) or not column:
+            yield f'task.columns.{name}={column!r} must be the name of a column'
     if c.task.name == 'jsonl' and c.task.answer == 'math' and c.task.verifier == 'inline':
         yield (
             "task.verifier='inline' cannot end a comparison that hangs, which task.answer='math' needs; use "

@@ -59,7 +59,11 @@ EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe')  # of random models
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
-    'path': Path('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
+    'path': Path(
+        '',
+        "gguf: a file or 'package:NAME/FILE'; hf: a directory, or hf:ORG/NAME[@REVISION] of the Hugging Face Hub; "
+        'run: a workdir or one of its checkpoints',
+    ),
     'chat_template': Path('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
     'ends': Choice(
         'all', ('all', 'eos'), 'gguf, hf: of the ids that end an answer, all that the files name, or eos_token alone'
@@ -96,7 +100,7 @@ def find_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     if model.source == 'gguf' and not model.path:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
     if model.source == 'hf' and not model.path:
-        yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
+        yield "model.source='hf' needs model.path: hf:ORG/NAME, or a directory with config.json and safetensors"
     if model.source == 'run' and not model.path:
         yield "model.source='run' needs model.path: the --workdir of another run"
     if model.source == 'random' and model.chat_template:
@@ -343,8 +347,10 @@ SECTIONS: Mapping[str, Section] = {
         path=Path(
             '',
             'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}; '
+            'or a table, or hf:ORG/NAME[:CONFIG][:SPLIT] of the Hugging Face Hub: docs/your_data.md; '
             "verifiers: TOML with its [env]; code: see docs/code_rewards.md, '' = generated, 'humaneval'",
         ),
+        columns=Options('jsonl, code: the column of the file for a name of the task; task.columns.question=problem'),
         answer=Choice(
             'integer',
             ('integer', 'number', 'exact', 'normalised', 'math'),

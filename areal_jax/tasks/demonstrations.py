@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -248,9 +249,13 @@ class DemonstrationStream:
 
 
 def read_demonstrations(
-    path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float
+    path: str,
+    tokenizer: Tokenizer,
+    system_prompt: str,
+    held_out_fraction: float,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Demonstrations:
-    """Demonstrations from a file of JSON lines; blank lines are skipped, repeated ones kept.
+    """Demonstrations from a file or data set (see `read_objects`); blank lines are skipped, repeated ones kept.
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier ones of
     the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations that do
@@ -262,7 +267,7 @@ def read_demonstrations(
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, _USED, OF_DEMONSTRATIONS, ('messages', 'question'), ('messages', 'answer'))
-    lines = [_read_conversation(row, source, keys, tokenizer) for source, row in read_objects(path)]
+    lines = [_read_conversation(row, source, keys, tokenizer) for source, row in read_objects(path, columns=columns)]
     keys.tell()
     return _encode_lines(lines, tokenizer, system_prompt, held_out_fraction)
 
@@ -375,8 +380,14 @@ _FIELDS = ('prompt', 'chosen', 'rejected')
 _NOUN = 'pair'
 
 
-def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float) -> Demonstrations:
-    """Pairs from a file of JSON lines; blank lines are skipped, repeated ones kept.
+def read_pairs(
+    path: str,
+    tokenizer: Tokenizer,
+    system_prompt: str,
+    held_out_fraction: float,
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> Demonstrations:
+    """Pairs from a file or data set (see `read_objects`); blank lines are skipped, repeated ones kept.
 
     A line is an object with `prompt`, a text or a list of {role, content} whose last is the user's, and the texts
     `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with a system prompt. `tools` and
@@ -386,7 +397,7 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, (*_FIELDS, 'tools'), OF_PAIRS)
-    lines = [_read_pair(row, source, keys, tokenizer) for source, row in read_objects(path)]
+    lines = [_read_pair(row, source, keys, tokenizer) for source, row in read_objects(path, columns=columns)]
     keys.tell()
     return _encode_lines(lines, tokenizer, system_prompt, held_out_fraction, _NOUN)
 

@@ -9,6 +9,7 @@ import decimal
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
@@ -49,14 +50,26 @@ KINDS: Mapping[str, AnswerKind] = {
 }
 
 
-def build(tokenizer: Tokenizer, path: str, answer: str, system_prompt: str, held_out_fraction: float) -> ListedTask:
-    """The distinct questions of the file, split by a hash of the question. Raises TaskError for a bad line."""
+def build(
+    tokenizer: Tokenizer,
+    path: str,
+    answer: str,
+    system_prompt: str,
+    held_out_fraction: float,
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> ListedTask:
+    """Reads the distinct questions, split by a hash of the question. Raises TaskError for a bad line.
+
+    Args:
+      path: a file, or 'hf:ORG/NAME' of a data set.
+      columns: see `rename_columns`.
+    """
     if not path:
-        raise TaskError("task.name='jsonl' needs task.path: a file of JSON lines with question and answer")
+        raise TaskError("task.name='jsonl' needs task.path: a file, or hf:ORG/NAME, with question and answer")
     if answer == 'math' and not mathematics.is_installed():
         raise TaskError(f"task.answer='math' needs the package math-verify: {describe_install('tasks')}")
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
-    for problem in read_problems(pathlib.Path(path), answer):
+    for problem in read_problems(path, answer, columns):
         side: Split = 'held_out' if hash_fraction(problem['question']) < held_out_fraction else 'train'
         sides[side].append(problem)
     return ListedTask(
@@ -69,12 +82,14 @@ def build(tokenizer: Tokenizer, path: str, answer: str, system_prompt: str, held
     )
 
 
-def read_problems(path: pathlib.Path, answer: str) -> list[dict[str, str]]:
+def read_problems(
+    path: str | pathlib.Path, answer: str, columns: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, str]]:
     """Reads question and answer (as the kind reads it) of each line that is not blank; equal questions count once."""
     problems: dict[str, dict[str, str]] = {}
     places: dict[str, str] = {}  # of the gold answers
     keys = LineKeys(path, (*_QUESTION, *_GOLD), OF_TASKS, _QUESTION, _GOLD)
-    for place, row in read_objects(path, _DECODER.decode):
+    for place, row in read_objects(path, _DECODER.decode, columns):
         problem = _read_problem(row, place, answer)
         keys.require(row, place)
         if problems.setdefault(problem['question'], problem) is problem:

@@ -1,4 +1,4 @@
-"""Files of JSON lines that a user wrote: read line by line, every fault named by file and line."""
+"""Reads JSON lines and tables that a user wrote; every fault is named by file and line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from areal_jax.errors import find_near, show
 from areal_jax.files import JsonObject
+from areal_jax.formats.hub import is_hub_name, locate_dataset
 from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.user_tables import find_reader, rename_columns
 
 HEAD_BYTES = 4096  # first bytes of a file, which show its format
 _PANDAS = "python -c \"import pandas; pandas.read_{0}('FILE').to_json('FILE.jsonl', orient='records', lines=True)\""
@@ -217,23 +220,54 @@ _BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 
 
 def read_objects(
-    path: str | pathlib.Path, decode: Callable[[str], object] = json.loads
+    path: str | pathlib.Path,
+    decode: Callable[[str], object] = json.loads,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, JsonObject]]:
-    """Yields ('FILE:LINE', object) of each line that is not blank; `decode` parses JSON, or raises ValueError.
+    """Yields ('FILE:LINE', object) of each line that is not blank, or of each row of a table.
 
-    Raises TaskError for a file that cannot be read, has another format or no such line, and, naming the line, for a
-    line that is not UTF-8, too long, or no JSON object.
+    Args:
+      path: a file, or a data set of the Hub, whose files are read one after another.
+      decode: parses JSON, or raises ValueError.
+      columns: see `rename_columns`.
+
+    Raises TaskError for a file that cannot be read, has another format or no row, and, naming the line, for a line that
+    is not UTF-8, too long, or no JSON object; HubError for a data set that cannot be had.
     """
     empty = True
-    for number, line in enumerate(_read_lines(path), start=1):
-        place = f'{path}:{number}'
-        if len(line) > _LONGEST_LINE:
-            raise TaskError(f'{place}: the line has more than {_LONGEST_LINE >> 20} MiB; give one JSON object a line')
-        if text := _decode(line, place).strip():
+    for file in locate_dataset('task.path', str(path)) if is_hub_name(str(path)) else [pathlib.Path(path)]:
+        for place, row in _read_rows(file, decode):
             empty = False
-            yield place, _parse(text, place, decode)
+            yield place, rename_columns(row, columns, place)
     if empty:
         raise TaskError(f'task.path={str(path)!r} has no line: give one JSON object a line')
+
+
+def _read_rows(path: pathlib.Path, decode: Callable[[str], object]) -> Iterator[tuple[str, JsonObject]]:
+    try:
+        with path.open('rb') as file:
+            if file.peek(3)[:3] == _BYTE_ORDER_MARK:
+                file.read(3)
+            head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
+            if read_table := find_reader(path, head):
+                yield from read_table(path, decode)
+                return
+            if other := describe_other_format(head, str(path)):
+                raise TaskError(f'task.path={str(path)!r} {other}')
+            number = 0
+            while line := file.readline(_LONGEST_LINE + 1):  # ends at a line feed only, as JSON does not in its strings
+                place, number = f'{path}:{number + 1}', number + 1
+                if len(line) > _LONGEST_LINE:
+                    raise TaskError(
+                        f'{place}: the line has more than {_LONGEST_LINE >> 20} MiB; give one JSON object a line'
+                    )
+                if text := _decode(line, place).strip():
+                    yield place, _parse(text, place, decode)
+    except TaskError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
+        reason = getattr(error, 'strerror', None) or error
+        raise TaskError(f'task.path={str(path)!r} cannot be read ({reason}): give a file of JSON lines') from error
 
 
 def require_text(value: object, name: str, place: str, *, may_be_blank: bool = False) -> str:
@@ -248,23 +282,6 @@ def require_text(value: object, name: str, place: str, *, may_be_blank: bool = F
             'the whole character'
         ) from error
     return value
-
-
-def _read_lines(path: str | pathlib.Path) -> Iterator[bytes]:
-    """Yields lines, which end only at a line feed: a JSON string may hold the other line ends of Unicode unescaped."""
-    try:
-        with pathlib.Path(path).open('rb') as file:
-            if file.peek(3)[:3] == _BYTE_ORDER_MARK:
-                file.read(3)
-            if other := describe_other_format(file.peek(HEAD_BYTES)[:HEAD_BYTES], str(path)):
-                raise TaskError(f'task.path={str(path)!r} {other}')
-            while line := file.readline(_LONGEST_LINE + 1):
-                yield line
-    except TaskError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
-        reason = getattr(error, 'strerror', None) or error
-        raise TaskError(f'task.path={str(path)!r} cannot be read ({reason}): give a file of JSON lines') from error
 
 
 def _decode(line: bytes, place: str) -> str:

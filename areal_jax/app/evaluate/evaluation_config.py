@@ -13,16 +13,19 @@ from areal_jax import files
 from areal_jax.config import CONFIG
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError
+from areal_jax.formats.hub import HubError, is_hub_name
 from areal_jax.installation import PACKAGE
+from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.user_lines import read_objects
 
 Source = Literal['run', 'hf', 'gguf']  # of model.source
-_KINDS = 'the --workdir of a run, one of its checkpoints, a directory of Hugging Face files, or a GGUF file'
+_KINDS = 'the --workdir of a run, one of its checkpoints, hf:ORG/NAME, a directory of its files, or a GGUF file'
 _GGUF_MAGIC = b'GGUF'
 _STEP = re.compile(r'step_(\d{8,})(_\d+)?$')
 
 
 def choose_source(name: str) -> tuple[Source, str]:
-    """Returns (model.source, model.path) of RUN | CHECKPOINT | HF_DIR | GGUF, also of 'package:NAME/FILE'.
+    """Returns (model.source, model.path) of RUN | CHECKPOINT | HF_DIR | hf:ORG/NAME | GGUF | 'package:NAME/FILE'.
 
     Raises ConfigError for any other path.
     """
@@ -34,6 +37,8 @@ def choose_source(name: str) -> tuple[Source, str]:
     path = pathlib.Path(name)
     if path.is_file():
         return _choose_file(path)
+    if is_hub_name(name):
+        return 'hf', name
     if not path.is_dir():
         raise ConfigError(f'--model={name}: there is no such file or directory; give {_KINDS}')
     if read_version(path) is not None and (path.resolve().parents[1] / CONFIG).is_file():
@@ -105,7 +110,7 @@ def set_benchmark(config: config_dict.ConfigDict, file: str, overrides: Collecti
     Raises ConfigError for a file that cannot be read or has no line, and for a task that the command line gives twice.
     """
     _require_free('--benchmark', ('task.name', 'task.path', 'task.held_out_fraction'), overrides)
-    lines = _count_lines(pathlib.Path(file))
+    lines = _count_rows(file)
     config.task.name, config.task.path, config.task.held_out_fraction = 'jsonl', file, 1.0
     if 'evaluation.problems' not in overrides:
         config.evaluation.problems = lines
@@ -117,14 +122,9 @@ def _require_free(flag: str, fields: tuple[str, ...], overrides: Collection[str]
             raise ConfigError(f'{flag} and --config.{field} are both given, and both say the same thing: remove one')
 
 
-def _count_lines(path: pathlib.Path) -> int:
-    """The number of lines that are not blank; it is the number of problems if none is repeated."""
+def _count_rows(path: str) -> int:
+    """Counts the problems of a file or data set if none is repeated."""
     try:
-        with path.open('rb') as file:
-            count = sum(1 for line in file if line.strip())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f'--benchmark={path} cannot be read ({reason}); name a file of JSON lines') from error
-    if not count:
-        raise ConfigError(f'--benchmark={path} has no line: give one JSON object with question and answer a line')
-    return count
+        return sum(1 for _ in read_objects(path))
+    except (TaskError, HubError) as error:
+        raise ConfigError(str(error).replace(f'task.path={path!r}', f'--benchmark={path}')) from error

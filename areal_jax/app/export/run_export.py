@@ -30,6 +30,7 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
+from areal_jax.formats.hub import find_revision
 from areal_jax.formats.safetensors_file import DIRECTORY as DIRECTORY_OF_CRITIC
 from areal_jax.formats.safetensors_file import write_value_head
 from areal_jax.learning.weights import VALUE_HEAD
@@ -153,7 +154,9 @@ def _base(workdir: pathlib.Path, values: Values) -> str:
         return f'drawn, family {values["model.family"]}, from the seed of the run'
     known = _read(workdir / WEIGHTS)
     digest = f'; sha256 of samples {known["samples_sha256"]}' if 'samples_sha256' in known else ''
-    return f'`{values["model.path"]}` ({values["model.source"]}){digest}'
+    commit = find_revision(pathlib.Path(str(known.get('path', ''))))
+    revision = f', revision {commit}' if commit else ''
+    return f'`{values["model.path"]}` ({values["model.source"]}{revision}){digest}'
 
 
 def _task(values: Values) -> str:

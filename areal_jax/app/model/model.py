@@ -16,6 +16,7 @@ from areal_jax.app.model.text_model import (
     describe_text_model,
     gguf_file,
     gguf_tokenizer,
+    hf_directory,
     hf_tokenizer,
     random_shape,
     read_run_config,
@@ -32,6 +33,7 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
+from areal_jax.formats.hub import is_hub_name, locate_model
 from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
 from areal_jax.learning import weights as trees
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
@@ -172,7 +174,7 @@ def build_model(config: TrackedConfig, announce: Announce = announce_nothing) ->
         tokenizer: Tokenizer = gguf_tokenizer(config, fields, file)
         model = Model(Decoder(model_config), params, tokenizer, file)
     elif config.model.source == 'hf':
-        model = _load_hf_model(config, pathlib.Path(config.model.path), announce)
+        model = _load_hf_model(config, hf_directory(config, weights=True), announce)
     elif config.model.source == 'run':
         model = _load_run_model(config, announce)
     else:
@@ -297,9 +299,11 @@ def describe_given_model(config: TrackedConfig, field: str) -> GivenModel:
     """Describes the model that `field` names, tokens unchecked; raises ConfigError for a directory without a model."""
     section, _, name = field.partition('.')
     value: str = getattr(getattr(config, section), name)
-    directory = pathlib.Path(value)
+    directory = locate_model(field, value, weights=True) if is_hub_name(value) else pathlib.Path(value)
     if not directory.is_dir():
-        raise ConfigError(f'{field}={value!r} is no directory: name one of Hugging Face, with config.json and weights')
+        raise ConfigError(
+            f'{field}={value!r} is no directory: name hf:ORG/NAME, or a directory with config.json and weights'
+        )
     try:
         return GivenModel(field, directory, read_hf_config(directory))
     except HfError as error:

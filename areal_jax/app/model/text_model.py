@@ -18,6 +18,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.formats.hub import is_hub_name, locate_model
 from areal_jax.installation import PACKAGE, locate_file
 from areal_jax.models.families import FAMILIES, Experts, ModelConfig
 from areal_jax.tasks.token_reversal import characters
@@ -136,7 +137,7 @@ def describe_text_model(config: TrackedConfig) -> TextModel:
         shape, fields = describe_gguf(file)
         return TextModel(shape, gguf_tokenizer(own, fields, file))
     if config.model.source == 'hf':
-        directory = pathlib.Path(config.model.path)
+        directory = hf_directory(config)
         return TextModel(read_hf_config(directory), hf_tokenizer(own, directory), directory)
     if (template := read_given_template(own)) is not None:
         raise ConfigError(f"{template.place} is of no use with model.source='random', which drew this model: remove it")
@@ -162,7 +163,7 @@ def read_shape(config: TrackedConfig) -> ModelConfig:
     if origin.model.source == 'gguf':
         return read_gguf_shape(gguf_file(origin))
     if origin.model.source == 'hf':
-        return read_hf_config(pathlib.Path(origin.model.path))
+        return read_hf_config(hf_directory(origin))
     shape = random_shape(origin, character_tokenizer(origin).vocab_size)
     if shape.plain and _longest(config) > shape.context_tokens:
         raise ConfigError(
@@ -198,7 +199,7 @@ def find_source(config: TrackedConfig) -> pathlib.Path | None:
     if config.model.source == 'gguf':
         return gguf_file(config)
     if config.model.source == 'hf':
-        return pathlib.Path(config.model.path)
+        return hf_directory(config, weights=True)
     return find_checkpoint(config.model.path)
 
 
@@ -227,6 +228,12 @@ def find_origin(config: TrackedConfig) -> TrackedConfig:
 def gguf_file(config: TrackedConfig) -> pathlib.Path:
     path = config.model.path
     return find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
+
+
+def hf_directory(config: TrackedConfig, *, weights: bool = False) -> pathlib.Path:
+    """Returns the directory of Hugging Face files; of a model of the Hub, in its cache. Raises HubError."""
+    path = config.model.path
+    return locate_model(FIELD, path, weights=weights) if is_hub_name(path) else pathlib.Path(path)
 
 
 def character_tokenizer(config: TrackedConfig) -> CharacterTokenizer:

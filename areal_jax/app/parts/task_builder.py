@@ -79,7 +79,7 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
     pairs = find_objective(config.loss.objective).given == PAIRS
     if config.task.name == 'jsonl':
         task, read = config.task, read_pairs if pairs else read_demonstrations
-        found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
+        found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction, _columns(config))
     else:
         found = (contrast_task if pairs else solve_task)(build_whole_task(config, tokenizer), tokenizer)
     return found.fitting(config.learner.row_room, config.task.over_length)
@@ -88,8 +88,14 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
 def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     """Builds the task with all of its problems, regardless of the length of their prompts."""
     name, options = config.task.name, config.task.options
-    values = {field: getattr(config.task, field) for field in value_names(name)}
+    values = {field: getattr(config.task, field) for field in value_names(name) if field != 'columns'}
+    if 'columns' in value_names(name):
+        values['columns'] = _columns(config)
     return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
+
+
+def _columns(config: TrackedConfig) -> dict[str, str]:
+    return {name: config.task.columns[name] for name in config.task.columns}
 
 
 def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox) -> SandboxRecord | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from areal_jax.config.agent_fields import HUMAN_EVAL, find_check_budget, find_least_deadline
@@ -36,11 +37,11 @@ _COMPLETE = 'Complete this Python function. Answer with the whole function in a 
 _MOST_S, _MOST_MB = 300, 2**16
 
 
-def read_problems(path: str) -> list[Problem]:
-    """Reads each distinct problem of a file of JSON lines. Raises a TaskError that names file and line."""
+def read_problems(path: str, columns: Mapping[str, str] = MappingProxyType({})) -> list[Problem]:
+    """Reads each distinct problem of a file or data set (see `read_objects`). Raises TaskError with file and line."""
     problems: dict[str, Problem] = {}
     keys = LineKeys(path, _KNOWN, OF_CODE, _REFERENCE)
-    for place, row in read_objects(path):
+    for place, row in read_objects(path, columns=columns):
         for name in sorted(set(row) - set(_KNOWN)):
             if near := suggest(name, _KNOWN):
                 raise TaskError(f'{place}: the field {name!r} is not known{near}')
@@ -165,11 +166,12 @@ _judge: Judge | None = None  # of this process, which scores one answer at a tim
 def build(
     tokenizer: Tokenizer, path: str, datasets: Sequence[str], system_prompt: str, held_out_fraction: float,
     time_limit_s: float, memory_limit_mb: int, verifier_deadline_s: float, show_tests: bool, partial_credit: bool,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> ListedTask:  # fmt: skip
     """The problems of a file, of HumanEval (all held out), or of generated families.
 
     Args:
-      path: '' = generated problems; 'humaneval'; else a file.
+      path: '' = generated problems; 'humaneval'; else a file or data set.
       datasets: families of generated problems; () = all except families that are held out whole.
       verifier_deadline_s: the whole check of an answer ends before it.
       show_tests: whether the visible tests follow the question.
@@ -181,7 +183,7 @@ def build(
             f'task.datasets={tuple(datasets)} names families of generated problems, and task.path={path!r} '
             "has none: use task.path='', or task.datasets=()"
         )
-    listed, check_s = _list_problems(path, datasets), find_check_budget(verifier_deadline_s)
+    listed, check_s = _list_problems(path, datasets, columns), find_check_budget(verifier_deadline_s)
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in listed:
         limits = {'time_limit_s': time_limit_s, 'memory_limit_mb': memory_limit_mb}
@@ -197,11 +199,11 @@ def build(
     return ListedTask('code', score, sides, messages, tokenizer, str.strip)
 
 
-def _list_problems(path: str, datasets: Sequence[str]) -> list[Problem]:
+def _list_problems(path: str, datasets: Sequence[str], columns: Mapping[str, str]) -> list[Problem]:
     if path == HUMAN_EVAL:
         return list_human_eval()
     if path:
-        return read_problems(path)
+        return read_problems(path, columns)
     known = function_families.list_families()
     for name in datasets:
         if name not in known:

@@ -45,7 +45,7 @@ def test_a_gguf_file_and_one_in_a_package(tmp_path):
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
-        ('', r"^--model='' names no model: give the --workdir of a run, one of its checkpoints, a directory of "),
+        ('', r"^--model='' names no model: give the --workdir of a run, one of its checkpoints, hf:ORG/NAME, "),
         ('\0', 'names no model'),
         ('nothing', 'there is no such file or directory; give'),
         ('run/checkpoints', r'the directory has no config\.json; give'),
@@ -81,12 +81,12 @@ def test_all_lines_of_a_benchmark_are_held_out_and_evaluated(lines):
 
 def test_a_benchmark_that_cannot_be_used_is_named(lines, tmp_path):
     config = small_config()
-    with pytest.raises(ConfigError, match=r'^--benchmark=nothing cannot be read \(No such file.*\); name a file of'):
+    with pytest.raises(ConfigError, match=r'^--benchmark=nothing cannot be read \(No such file.*\): give a file of'):
         set_benchmark(config, 'nothing', ())
     with pytest.raises(ConfigError, match=r'cannot be read \(Is a directory\)'):
         set_benchmark(config, str(tmp_path), ())
     (tmp_path / 'blank').write_text('\n \n')
-    with pytest.raises(ConfigError, match='blank has no line: give one JSON object with question and answer a line'):
+    with pytest.raises(ConfigError, match='blank has no line: give one JSON object a line'):
         set_benchmark(config, str(tmp_path / 'blank'), ())
     for field in ('task.name', 'task.path', 'task.held_out_fraction'):
         with pytest.raises(ConfigError, match=rf'--benchmark and --config\.{field} are both given'):

@@ -1,0 +1,99 @@
+"""Runs from names of the Hub, against a local server of its protocol."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from areal_jax.app.export.run_export import export_run
+from areal_jax.app.library import build_run
+from areal_jax.app.workdir.run_directory import WEIGHTS
+from areal_jax.files import read_json
+from areal_jax.formats import hub
+from areal_jax.formats.hf_export import plan_hf_files
+from areal_jax.formats.hub import HubError
+from areal_jax.models.decoder import Decoder
+from areal_jax.publication.export import write_hf_directory
+from areal_jax.text.file_tokenizers import HfTokenizer
+from tests.app.run.test_supervised import sft_config
+from tests.app.small import equal, to_host
+from tests.formats.stub_hub import COMMIT, serving
+from tests.learning.examples import tiny_decoder
+from tests.tasks import hf_directory
+
+ROWS = [{'problem': f'what is {n}?', 'final': str(n)} for n in range(8)]
+
+
+@pytest.fixture(scope='module')
+def directory(tmp_path_factory):
+    """A model of Hugging Face files."""
+    tokenizer, folder = tmp_path_factory.mktemp('tokenizer'), tmp_path_factory.mktemp('hub') / 'model'
+    hf_directory.write(tokenizer)
+    shape = dataclasses.replace(tiny_decoder(1).config, vocab_size=HfTokenizer(tokenizer).vocab_size)
+    params = jax.device_get(Decoder(shape).init(0))
+    write_hf_directory(folder, plan_hf_files(params, shape, separate_head=False))
+    hf_directory.write(folder)
+    return folder
+
+
+@pytest.fixture
+def server(directory, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    table = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), table)
+    model = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+    data = {'main/train-00000-of-00001.parquet': table.getvalue()}
+    hub._locate_model.cache_clear()
+    with serving({'org/tiny': {COMMIT: model}, 'datasets/org/sums': {COMMIT: data}}) as found:
+        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+        monkeypatch.setattr(constants, 'ENDPOINT', found.address)
+        monkeypatch.setattr(
+            constants, 'HUGGINGFACE_CO_URL_TEMPLATE', found.address + '/{repo_id}/resolve/{revision}/{filename}'
+        )
+        yield found
+
+
+def fields(model, task, **changes):
+    return {
+        'model__source': 'hf', 'model__path': str(model), 'task__name': 'jsonl', 'task__path': str(task),
+        'task__held_out_fraction': 0.0, 'run__steps': 2, 'learner__groups_per_update': 3, 'learner__row_tokens': 64,
+        'evaluation__problems': 0, **changes,
+    }  # fmt: skip
+
+
+def start(workdir, resume=False, columns=None, **changes):
+    config = sft_config(**changes)
+    config.task.columns.update(columns or {})
+    return build_run(config, workdir, resume=resume)
+
+
+def test_a_run_from_names_of_the_hub_is_the_run_from_their_files(server, directory, tmp_path):
+    lines = tmp_path / 'a.jsonl'
+    lines.write_text(''.join(json.dumps({'question': row['problem'], 'answer': row['final']}) + '\n' for row in ROWS))
+    local = start(tmp_path / 'local', **fields(directory, lines))
+    local.train()
+    columns = {'question': 'problem', 'answer': 'final'}
+    named = start(tmp_path / 'named', columns=columns, **fields('org/tiny', 'hf:org/sums:main'))
+    named.train()
+    assert equal(to_host(named.site.learner.save()), to_host(local.site.learner.save()))
+    assert COMMIT in read_json(tmp_path / 'named' / WEIGHTS)['path']
+    server.asked.clear()
+    resumed = start(
+        tmp_path / 'named', resume=True, columns=columns, **fields('org/tiny', 'hf:org/sums:main', run__steps=3)
+    )
+    resumed.train()
+    assert server.asked == []
+    export_run(tmp_path / 'named', tmp_path / 'out')
+    assert f'`org/tiny` (hf, revision {COMMIT})' in (tmp_path / 'out' / 'README.md').read_text()
+
+
+def test_a_name_that_the_hub_lacks_ends_the_start(server, directory, tmp_path):
+    with pytest.raises(HubError, match=r"model\.path='org/missing', which is no file or directory here: the Hub has"):
+        start(tmp_path / 'a', **fields('org/missing', 'hf:org/sums')).train()
+    with pytest.raises(HubError, match=r"task\.path='hf:org/missing': the Hub has no data set org/missing that"):
+        start(tmp_path / 'b', **fields(directory, 'hf:org/missing')).train()
