@@ -81,8 +81,8 @@ MUTATIONS = [
     Mutation(
         'answers: numbers of a file are floats',
         'areal_jax/tasks/jsonl.py',
-        'read_objects(path, _DECODER.decode)',
-        'read_objects(path)',
+        'read_objects(path, _DECODER.decode, columns)',
+        'read_objects(path, columns=columns)',
         'tests/tasks/answers/test_reader_cases.py',
     ),
     Mutation(

@@ -350,7 +350,9 @@ SECTIONS: Mapping[str, Section] = {
             'or a table, or hf:ORG/NAME[:CONFIG][:SPLIT] of the Hugging Face Hub: docs/your_data.md; '
             "verifiers: TOML with its [env]; code: see docs/code_rewards.md, '' = generated, 'humaneval'",
         ),
-        columns=Options('jsonl, code: the column of the file for a name of the task; task.columns.question=problem'),
+        columns=Options(
+            {}, 'jsonl, code: the column of the file for a name of the task; task.columns.question=problem'
+        ),
         answer=Choice(
             'integer',
             ('integer', 'number', 'exact', 'normalised', 'math'),

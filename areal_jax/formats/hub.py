@@ -86,6 +86,7 @@ def read_name(field: str, path: str, kind: RepoKind) -> HubName:
     return HubName(field, path, kind, repo, revision or None, config, split)
 
 
+@functools.cache
 def locate_model(field: str, path: str, *, weights: bool) -> pathlib.Path:
     """Returns the directory of a model's files, which are fetched where the cache lacks them.
 
@@ -94,11 +95,7 @@ def locate_model(field: str, path: str, *, weights: bool) -> pathlib.Path:
 
     Raises HubError if they cannot be had.
     """
-    return _locate_model(read_name(field, path, 'model'), weights)
-
-
-@functools.cache
-def _locate_model(name: HubName, weights: bool) -> pathlib.Path:
+    name = read_name(field, path, 'model')
     folder = _find_cached(name)
     if not (folder / _CONFIG).is_file() or (weights and not _has_weights(folder)):
         folder = _fetch(name, (*_DESCRIPTION, *(_WEIGHTS if weights else ())), _NOT_READ)

@@ -48,7 +48,7 @@ def server(directory, tmp_path, monkeypatch):
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), table)
     model = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
     data = {'main/train-00000-of-00001.parquet': table.getvalue()}
-    hub._locate_model.cache_clear()
+    hub.locate_model.cache_clear()
     with serving({'org/tiny': {COMMIT: model}, 'datasets/org/sums': {COMMIT: data}}) as found:
         monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
         monkeypatch.setattr(constants, 'ENDPOINT', found.address)

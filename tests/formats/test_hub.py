@@ -48,7 +48,7 @@ def cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-    hub._locate_model.cache_clear()
+    hub.locate_model.cache_clear()
     return tmp_path / 'hub'
 
 
@@ -65,7 +65,7 @@ def server(cache, monkeypatch):
 
 
 def locate(path, weights=True):
-    hub._locate_model.cache_clear()
+    hub.locate_model.cache_clear()
     return hub.locate_model('model.path', path, weights=weights)
 
 
