@@ -396,7 +396,7 @@ class Judge:
         start_s, whole = time.monotonic(), whole or CheckTime()
         check = self._check_function if problem['entry_point'] else self._check_programs
         outcomes, cpu_s = check(problem, code, tests, is_partial, whole)
-        failed = [outcome for outcome in outcomes if outcomes[-1][0] != 'ok']
+        failed = [outcome for outcome in outcomes if outcome[0] != 'ok']
         label, reason = failed[0] if failed else _OK
         passed = len(outcomes) - len(failed)
         share = passed / max(len(tests), 1)
