@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NotRequired, Union
 
 import msgspec
@@ -82,7 +82,7 @@ def name_type(kind: object) -> str:
         return ' or '.join(map(repr, arguments))
     if _is_union(kind):
         return ' or '.join(map(name_type, arguments))
-    if typing.get_origin(kind) is list:
+    if typing.get_origin(kind) in (list, tuple, Sequence):
         name = name_type(arguments[0])
         return f'list of ({name})' if _is_union(arguments[0]) else f'list of {name}'
     return 'null' if kind is types.NoneType else str(getattr(kind, '__name__', kind))
