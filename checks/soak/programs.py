@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import pathlib
 import random
 import signal
@@ -45,9 +46,9 @@ def train(workdir: pathlib.Path, steps: int, resumes: bool) -> RunningCommand:
     }  # fmt: skip
     flags = [f'--config.{name}={value}' for name, value in overrides.items()]
     flags += ['--resume'] if resumes else []
-    return RunningCommand(
-        python('-m', 'areal_jax.main_train', '--config=tiny_cpu', f'--workdir={workdir}', *flags), workdir.parent
-    )
+    command_line = python('-m', 'areal_jax.main_train', '--config=tiny_cpu', f'--workdir={workdir}', *flags)
+    as_the_replay = {'XLA_FLAGS': os.environ.get('XLA_FLAGS', '')}  # other flags compile other bits
+    return RunningCommand(command_line, workdir.parent, as_the_replay)
 
 
 def run_through_kills(workdir: pathlib.Path, flags: argparse.Namespace) -> tuple[int, list[str]]:
