@@ -199,8 +199,8 @@ OF_EXTRAS = (
 )  # fmt: skip
 BEFORE_THE_CONFIG = (
     'app.library', 'app.evaluate.evaluate', 'app.export.run_export', 'app.roles.controller_role',
-    'app.roles.learner_role', 'app.run.loop', 'app.run.replay', 'app.run.supervised',
-    'app.score.scoring', 'app.simulate.planning', 'app.simulate.simulated_site', 'app.sweep.runner', 'report.report',
+    'app.roles.learner_role', 'app.run.loop', 'app.run.replay', 'app.run.own_site',
+    'app.score.scoring', 'app.simulate.planning', 'app.simulate.simulated_site', 'app.sweep.arms', 'report.report',
     'studies.study',
 )  # fmt: skip
 
