@@ -19,8 +19,9 @@ from areal_jax.app.parts.compilations import print_warnings
 from areal_jax.app.parts.learner_builder import build_averages
 from areal_jax.app.process.ending import CallerInterrupts, call_in_thread
 from areal_jax.app.run.loop import Loop
-from areal_jax.app.run.own_site import SftTraining, build_own_loop, build_training, require_here
+from areal_jax.app.run.own_site import build_own_loop, require_here
 from areal_jax.app.run.run import Run, RunKind
+from areal_jax.app.run.supervised import SftTraining, build_training
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner

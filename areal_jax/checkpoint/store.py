@@ -16,7 +16,7 @@ import shutil
 import sys
 import typing
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -49,7 +49,7 @@ FORMAT = 10
 
 # keys of HostState that the record holds in another form, and keys that states of earlier versions lack
 _ENCODED, _ADDED = frozenset(('buffer', 'running')), frozenset(('filter',))
-_types_of = functools.cache(typing.get_type_hints)
+_types_of: Callable[[type], Mapping[str, Any]] = functools.cache(typing.get_type_hints)
 _Part = typing.TypeVar('_Part')
 
 

@@ -70,10 +70,16 @@ class Publisher:
         while True:
             update = await self._updates.get()
             published = await self._transfer(update)
-            sent: dict[str, object] = {}
-            if (size := published.size) is not None:
-                sent = {'channel': size.channel, 'record': size.record, 'bytes': size.nbytes, 'changed': size.changed}
-            self._log.write('publish', version=update.version, manifest=published.manifest_hash, **sent)
+            size = published.size
+            self._log.write(
+                'publish',
+                version=update.version,
+                manifest=published.manifest_hash,
+                channel=size and size.channel,
+                record=size and size.record,
+                bytes=size and size.nbytes,
+                changed=size and size.changed,
+            )
             lowest, pause_s = await self._install(published)
             self._channel.release(lowest, self._pinned())
             self._published(update, pause_s)

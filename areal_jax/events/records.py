@@ -69,7 +69,8 @@ def _describe_field(name: str, hint: object) -> Field:
     optional = typing.get_origin(hint) is NotRequired
     annotated = typing.get_args(hint)[0] if optional else hint
     if typing.get_origin(annotated) is Annotated:
-        return Field(name, *typing.get_args(annotated), optional)
+        kind, comment = typing.get_args(annotated)
+        return Field(name, kind, comment, optional)
     if typing.get_origin(annotated) is Literal:
         return Field(name, annotated, '', optional)
     raise TypeError(f'field {name!r} is declared as {annotated}; use Annotated[type, comment]')

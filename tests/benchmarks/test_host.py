@@ -52,7 +52,7 @@ def test_the_loop_is_measured_from_the_first_update_on(pool, tmp_path: pathlib.P
 def test_the_registry_is_read_while_hearts_beat():
     checks = measure_registry(engines=20, looks=1)
     assert 0 < checks['look_cpu_s'] < 1
-    assert 0 < checks['beat_cpu_s'] < checks['start_cpu_s']
+    assert 0 <= checks['beat_cpu_s'] < checks['start_cpu_s']
 
 
 @pytest.mark.parametrize(('met', 'code'), [(True, 0), (False, 2)])

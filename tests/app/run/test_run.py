@@ -17,7 +17,7 @@ from jax._src import monitoring
 from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.library import build_run
 from areal_jax.app.run.loop import Loop
-from areal_jax.app.run.own_site import SftTraining
+from areal_jax.app.run.supervised import SftTraining
 from areal_jax.control.event_writer import EventLog
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner

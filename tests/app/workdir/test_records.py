@@ -194,7 +194,7 @@ def test_an_own_task_with_answers_is_imitated_by_a_supervised_run(own, tmp_path)
     shown = [one.program.demonstrations.train for one in (own_session, session)]
     for mine, theirs in zip(*shown, strict=True):
         np.testing.assert_array_equal(mine.prompt_tokens, theirs.prompt_tokens)
-        np.testing.assert_array_equal(mine.answer_tokens, theirs.answer_tokens)
+        np.testing.assert_array_equal(mine.answers, theirs.answers)
     session.close()
     own_session.close()
     (tmp_path / 'own.py').write_text(COPIES.replace(", 'answer': text[::-1]", ''))
