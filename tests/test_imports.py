@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
-    {'files', 'plugins', 'protocols'},
+    {'files', 'hub', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -30,6 +30,7 @@ JAX_FREE = [
     'events',
     'lanes',
     'files',
+    'hub',
     'installation',
     'plugins',
     'columns',

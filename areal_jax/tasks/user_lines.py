@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from areal_jax.errors import find_near, show
 from areal_jax.files import JsonObject
-from areal_jax.formats.hub import is_hub_name, locate_dataset
+from areal_jax.hub import is_hub_name, locate_dataset
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.user_tables import find_reader, rename_columns
 

@@ -9,20 +9,20 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from areal_jax import hub
 from areal_jax.app.export.run_export import export_run
 from areal_jax.app.library import build_run
 from areal_jax.app.workdir.run_directory import WEIGHTS
 from areal_jax.files import read_json
-from areal_jax.formats import hub
 from areal_jax.formats.hf_export import plan_hf_files
-from areal_jax.formats.hub import HubError
+from areal_jax.hub import HubError
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.text.file_tokenizers import HfTokenizer
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import equal, to_host
-from tests.formats.stub_hub import COMMIT, serving
 from tests.learning.examples import tiny_decoder
+from tests.stub_hub import COMMIT, serving
 from tests.tasks import hf_directory
 
 ROWS = [{'problem': f'what is {n}?', 'final': str(n)} for n in range(8)]

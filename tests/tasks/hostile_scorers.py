@@ -49,6 +49,7 @@ def _register(name: str, act: Callable[[Problem], Any], expected: Expected) -> A
     def score(problem: Problem, answer_text: str, finish_reason: str) -> Any:
         return problem['reward'] if 'reward' in problem else act(problem)
 
+    score.__name__ = score.__qualname__ = name  # a worker finds it by name
     return score
 
 

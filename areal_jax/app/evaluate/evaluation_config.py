@@ -13,7 +13,7 @@ from areal_jax import files
 from areal_jax.config import CONFIG
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError
-from areal_jax.formats.hub import HubError, is_hub_name
+from areal_jax.hub import HubError, is_hub_name
 from areal_jax.installation import PACKAGE
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.user_lines import read_objects

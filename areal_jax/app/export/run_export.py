@@ -30,9 +30,9 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
-from areal_jax.formats.hub import find_revision
 from areal_jax.formats.safetensors_file import DIRECTORY as DIRECTORY_OF_CRITIC
 from areal_jax.formats.safetensors_file import write_value_head
+from areal_jax.hub import find_revision
 from areal_jax.learning.weights import VALUE_HEAD
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import export_hf

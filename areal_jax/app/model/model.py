@@ -33,8 +33,8 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
-from areal_jax.formats.hub import is_hub_name, locate_model
 from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
+from areal_jax.hub import is_hub_name, locate_model
 from areal_jax.learning import weights as trees
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
 from areal_jax.learning.settings import LearnerSettings

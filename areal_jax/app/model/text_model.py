@@ -18,7 +18,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
-from areal_jax.formats.hub import is_hub_name, locate_model
+from areal_jax.hub import is_hub_name, locate_model
 from areal_jax.installation import PACKAGE, locate_file
 from areal_jax.models.families import FAMILIES, Experts, ModelConfig
 from areal_jax.tasks.token_reversal import characters

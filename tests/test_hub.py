@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from areal_jax.formats import hub
-from areal_jax.formats.hub import HubError, choose_files, find_revision, is_hub_name, read_name
-from tests.formats.stub_hub import COMMIT, EARLIER, serving
+from areal_jax import hub
+from areal_jax.hub import HubError, choose_files, find_revision, is_hub_name, read_name
+from tests.stub_hub import COMMIT, EARLIER, serving
 
 MODEL = {'config.json': b'{"a": 1}', 'tokenizer.json': b'{}', 'README.md': b'# A model', 'vocab.txt': b'a'}
 WEIGHTS = {'model.safetensors': b'1', 'original/model.safetensors': b'2', 'consolidated.safetensors': b'3'}
@@ -174,7 +174,7 @@ def test_a_server_that_nobody_runs_is_named(cache, monkeypatch):
 
 
 def test_a_connection_that_breaks_is_named(server, monkeypatch):
-    monkeypatch.setattr('tests.formats.stub_hub._Handler.do_GET', lambda self: self.connection.shutdown(2))
+    monkeypatch.setattr('tests.stub_hub._Handler.do_GET', lambda self: self.connection.shutdown(2))
     with pytest.raises(HubError, match=r'the connection to http.* broke \(.*\): the same command continues the downlo'):
         locate('hf:org/tiny')
 
