@@ -182,8 +182,8 @@ class WorkerProcess:
         with theirs:
             self._process = subprocess.Popen(
                 wrap_command(sandbox, command),
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 env=worker_environment() | {MARK: self.mark},
                 start_new_session=True,
             )
