@@ -18,7 +18,7 @@ def test_task_is_built_from_its_values():
 def test_value_names_are_the_fields_a_task_uses():
     assert registry.value_names('reasoning_gym') == ('datasets', 'dataset_size', 'system_prompt', 'held_out_fraction')
     assert registry.value_names('token_reversal') == ('symbols', 'length', 'held_out_fraction')
-    assert registry.value_names('jsonl') == ('path', 'answer', 'system_prompt', 'held_out_fraction')
+    assert registry.value_names('jsonl') == (*('path', 'answer', 'system_prompt', 'held_out_fraction', 'columns'),)
 
 
 def test_scorer_of_a_task_is_what_a_worker_loads():

@@ -179,7 +179,7 @@ def test_the_weights_of_a_directory_are_read_in_the_dtype_of_passes(tmp_path):
 
 
 def test_a_directory_that_holds_no_model_is_named_with_its_field(tmp_path):
-    with pytest.raises(ConfigError, match=r"loss\.teacher='.*none' is no directory: name one of Hugging Face"):
+    with pytest.raises(ConfigError, match=r"loss\.teacher='.*none' is no directory: name hf:ORG/NAME, or a directory"):
         read(tmp_path / 'none', field='loss.teacher')
     with pytest.raises(ConfigError, match=r"loss\.reference='.*': .*config\.json"):
         read(tmp_path)

@@ -69,7 +69,7 @@ OF_SESSION = [
     'areal_jax.workers.worker_process.WorkerProcess.wait_until_ready',
 ]
 OF_SFT = [
-    'areal_jax.app.run.own_site.build_demonstrations',
+    'areal_jax.app.run.supervised.build_demonstrations',
     'areal_jax.tasks.demonstrations.Demonstrations.stream',
     'areal_jax.tasks.demonstrations.Demonstrations.held_out_groups',
 ]

@@ -127,7 +127,7 @@ def test_no_solution_can_be_imported_or_found_in_memory(judge):
 INSTALLED = """
 import json, sys
 from areal_jax.installation import find_clone
-from areal_jax.tasks.code import code_problems
+from areal_jax.tasks.code import code_task
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.workers.sandbox.packages import find_packages
 
@@ -136,7 +136,7 @@ judge = Judge('landlock', find_packages(['listed']))
 shares = []
 for code, given in json.loads(sys.stdin.read()):
     tests = [[[[one]], []] for one in given]
-    problem = code_problems.complete_problem({'question': '?', 'entry_point': 'f', 'tests': tests}, 'here')
+    problem = code_task.complete_problem({'question': '?', 'entry_point': 'f', 'tests': tests}, 'here')
     problem |= {'time_limit_s': 5.0, 'memory_limit_mb': 512}
     shares.append(judge.check(problem, code, tests, is_partial=True).share)
 print(json.dumps(shares))
