@@ -67,7 +67,7 @@ def draw_picture(chart: Chart) -> Figure:
     _whole_ticks(axes.xaxis)
     label_axes(axes, chart.title, chart.x, chart.unit)
     if chart.keys:
-        axes.legend(frameon=False)
+        figure.legend(loc='outside lower center', ncols=len(chart.keys), frameon=False)
     if chart.caption:
         axes.set_title(chart.caption, fontsize=9, loc='right')
     return figure
@@ -90,8 +90,10 @@ def draw_lines(axes: Axes, lines: Sequence[Line], window: int = 1, band: float =
             axes.fill_between(line.xs, line.lows, line.highs, color=line.color, alpha=band, linewidth=0)
         elif len(line.lows):
             axes.vlines(line.xs, line.lows, line.highs, color=line.color, linewidth=1.5)
-        style = _STYLES[line.style % len(_STYLES)] + marker
-        axes.plot(line.xs, ys, style, color=line.color, linewidth=1.8, markersize=5, label=line.label or None)
+        axes.plot(
+            line.xs, ys, color=line.color, linewidth=1.8, linestyle=_STYLES[line.style % len(_STYLES)], marker=marker,
+            markersize=5, label=line.label or None,
+        )  # fmt: skip
 
 
 def draw_slots(timeline: SlotTimeline, trained: Sequence[LaneInterval]) -> Figure:

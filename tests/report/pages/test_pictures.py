@@ -6,9 +6,10 @@ import pathlib
 import numpy as np
 import pytest
 
+from areal_jax.report.pages.blocks import Line
 from areal_jax.report.pages.charts import build_curve, build_evaluation
 from areal_jax.report.pages.curves import Curve, moving_mean
-from areal_jax.report.pages.pictures import draw_picture, write_plots
+from areal_jax.report.pages.pictures import draw_lines, draw_picture, make_figure, write_plots
 from areal_jax.report.report import build_report
 from areal_jax.telemetry import names
 from tests.telemetry.logs import dispatch, event_log, two_facts, two_metrics, two_updates
@@ -67,10 +68,22 @@ def test_a_picture_has_what_the_chart_declares():
     values = [float(update % 2) for update in range(100)]
     curve = Curve('Title', 'nats', (), '')
     chart = build_curve(curve, [('a', list(range(100)), values), ('b', [1, 2], [3.0, 4.0])])
-    axes = draw_picture(dataclasses.replace(chart, bound=('eta = 4', 4.0))).axes[0]
+    figure = draw_picture(dataclasses.replace(chart, bound=('eta = 4', 4.0)))
+    (axes,), (legend,) = figure.axes, figure.legends
     faint, strong, short, bound = axes.lines
     assert (list(faint.get_ydata()), list(strong.get_ydata())) == (values, moving_mean(values, 5))
     assert faint.get_alpha() < 0.5
     assert (list(short.get_ydata()), list(bound.get_ydata())) == ([3.0, 4.0], [4.0, 4.0])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ['a', 'b', 'eta = 4']
+    assert [text.get_text() for text in legend.get_texts()] == ['a', 'b', 'eta = 4']
     assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ('Title', 'update', 'nats')
+
+
+@pytest.mark.parametrize('points', [3, 100])
+@pytest.mark.parametrize(('style', 'drawn'), list(enumerate(('-', '--', ':', '-.'))))
+def test_a_style_is_drawn_with_markers_and_without(style, drawn, points):
+    """matplotlib reads '-' and the marker '.' in one text as '-.'."""
+    axes = make_figure(4.8).add_subplot()
+    draw_lines(axes, [Line('a', range(points), range(points), '#000000', style)])
+    (line,) = axes.lines
+    assert line.get_linestyle() == drawn
+    assert (line.get_marker() == '.') == (points == 3)
