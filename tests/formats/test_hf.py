@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.formats.hf_directory import WeightsError, from_hf_names, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.models.weights import Lora
 
 TIED = ModelConfig(
@@ -25,7 +25,7 @@ FAMILIES = [
     TIED,
     dataclasses.replace(TIED, family='qwen2', qkv_bias=True),
     dataclasses.replace(TIED, family='qwen3', qk_norm=True),
-    dataclasses.replace(TIED, family='mistral', sliding_window=3),
+    dataclasses.replace(TIED, family='mistral', kinds=(LayerKind(3),)),
 ]
 
 

@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.models import families
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import COMMON, FAMILIES, Experts, Family, Init, ModelConfig
+from areal_jax.models.families import FAMILIES, Experts, Family, ModelConfig
+from areal_jax.models.weight_rows import COMMON, Init
 from areal_jax.models.weights import (
     TARGETS,
     Lora,

@@ -9,12 +9,27 @@ import pytest
 from areal_jax.models.attention import check, flash
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.models.attention.check import choose_checked, self_check
-from tests.models.attention.rows import INTERPRETED, runs_here
+from tests.models.attention.rows import INTERPRETED, runs_anything, runs_here
 
 
 @runs_here
 def test_a_right_backend_passes(impl):
     self_check(impl, dtype=jnp.float32, head_dim=16, interpret=impl in INTERPRETED)
+
+
+@runs_anything
+def test_a_right_backend_passes_with_sinks(impl):
+    self_check(impl, dtype=jnp.float32, head_dim=16, sinks=True, interpret=impl in INTERPRETED)
+
+
+def no_sink_gradient(attend):
+    return lambda q, k, v, ids, setting, sinks: attend(q, k, v, ids, setting, jax.lax.stop_gradient(sinks))
+
+
+def test_sinks_without_a_gradient_are_refused(monkeypatch):
+    monkeypatch.setattr(flash, 'attend_dense', no_sink_gradient(flash.attend_dense))
+    with pytest.raises(AttentionError, match='gradient of the sinks of a packed row is off by'):
+        self_check('dense', dtype=jnp.float32, head_dim=16, sinks=True)
 
 
 @pytest.mark.parametrize('features', [{'window': 4096}, {'slices': True}], ids=['window', 'slices'])
