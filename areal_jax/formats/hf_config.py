@@ -111,7 +111,7 @@ def _only_values(family: str) -> dict[str, object]:
     if not defaults.experts:
         only |= dict.fromkeys(EXPERT_COUNTS, 0)
     if defaults.unrotated_every:
-        del only['no_rope_layers']
+        del only['no_rope_layers'], only['pretraining_tp']  # published files have the second, and it changes nothing
     if defaults.score_scalar is not None:
         only |= {'hidden_activation': 'gelu_pytorch_tanh'}
         for name in ('hidden_act', 'query_pre_attn_scalar', 'final_logit_softcapping'):
