@@ -248,6 +248,8 @@ def _family_fields(config: ModelConfig) -> dict[str, object]:
     fields: dict[str, object] = {'mlp_bias': False} if config.family in ('llama', 'smollm3') else {}
     if family.attention_bias == 'field':
         fields['attention_bias'] = config.qkv_bias
+    if family.windows == 'listed':
+        fields['pad_token_id'] = None  # the default of these may be beyond the vocabulary
     if family.score_scalar is not None:
         scale = config.score_scale
         fields |= {

@@ -122,17 +122,26 @@ def test_a_run_on_this_machine_gets_a_checked_backend():
 def test_a_process_checks_once_what_passes_and_again_what_fails(monkeypatch):
     checked = []
 
-    def note(impl, *, dtype, head_dim, window, slices):
-        checked.append((impl, dtype, head_dim, window is not None, slices))
+    def note(impl, *, dtype, head_dim, window, slices, sinks):
+        checked.append((impl, dtype, head_dim, window is not None, slices, sinks))
 
     monkeypatch.setattr(check, 'self_check', note)
     facts = {'tokens': 300, 'dtype': 'float32', 'head_dim': 1234}  # of no other test
-    for changes in ({}, {'tokens': 400}, {'dtype': jnp.float32}, {'window': 8}, {'window': 9}, {'slices': True}, {}):
+    for changes in (
+        {},
+        {'tokens': 400},
+        {'dtype': jnp.float32},
+        {'window': 8},
+        {'window': 9},
+        {'slices': True},
+        {'sinks': True},
+        {},
+    ):
         assert choose_checked('auto', **facts | changes) == ('blocked', ())
     with jax.default_matmul_precision('bfloat16'):
         choose_checked('auto', **facts)
-    without, windowed, sliced = (False, False), (True, False), (False, True)
-    assert checked == [('blocked', 'float32', 1234, *mask) for mask in (without, windowed, sliced, without)]
+    without, windowed, sliced, sunk = (False,) * 3, (True, False, False), (False, True, False), (False, False, True)
+    assert checked == [('blocked', 'float32', 1234, *mask) for mask in (without, windowed, sliced, sunk, without)]
 
     def fail(*_, **__):
         checked.append('fails')
@@ -142,4 +151,4 @@ def test_a_process_checks_once_what_passes_and_again_what_fails(monkeypatch):
     for _ in range(2):
         with pytest.raises(AttentionError, match='wrong'):
             choose_checked('blocked', **facts | {'head_dim': 4321})
-    assert checked[4:] == ['fails', 'fails']
+    assert checked[5:] == ['fails', 'fails']

@@ -86,17 +86,17 @@ class OneHeadForAll(GatherAttention):
 
 
 class Unmasked(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         return super().attend(q, layer, tables, jnp.where(lengths > 0, lengths + 1, 0), window)
 
 
 class TablesIgnored(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         return super().attend(q, layer, jnp.sort(tables, axis=1), lengths, window)
 
 
 class NoWindow(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         return super().attend(q, layer, tables, lengths, None)
 
 
@@ -106,7 +106,7 @@ class NoCopy(GatherAttention):
 
 
 class Raises(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         raise RuntimeError('no ptxas')
 
 
