@@ -146,9 +146,9 @@ class Family:
     whole_qk_norm: bool = False  # over all heads together
     # which layers may have a sliding window; 'listed': those that layer_types names
     windows: Literal['none', 'all', 'flag', 'some', 'listed'] = 'none'
-    full_every: int = 0  # 'listed': without a list, each so manieth layer has none
+    full_every: int = 0  # 'listed': without a list, every n-th layer has none
     window: int | None = 4096  # the default if the file has none
-    unrotated_every: int = 0  # default of no_rope_layer_interval: each so manieth layer has no rotation; 0 = no field
+    unrotated_every: int = 0  # default of no_rope_layer_interval: every n-th layer has no rotation; 0 = no field
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None  # the default if the file has no rotary fields
     window_theta: float | None = None  # rope_parameters has an object a kind of layer; the default of window layers
@@ -446,6 +446,19 @@ class ModelConfig:
     def routes(self) -> Column:
         assert self.experts is not None
         return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))
+
+
+def default_kinds(family: str, n_layers: int, window: int) -> tuple[LayerKind, ...]:
+    """The layers of a model whose file does not list them; of window layers with a window of so many tokens."""
+    has = FAMILIES[family]
+    ends = lambda number, every: every > 0 and number % every == 0
+    return tuple(
+        LayerKind(
+            None if not has.full_every or ends(number, has.full_every) else window,
+            rotates=not ends(number, has.unrotated_every),
+        )
+        for number in range(1, n_layers + 1)
+    )
 
 
 # The rows of its family's table that a model has, and the sizes of their letters; free of jax.

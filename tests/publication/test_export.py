@@ -24,9 +24,11 @@ from areal_jax.publication.files_channel import FilesChannel, find_version, load
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.rules import SharedLeaf, Shares, make_mesh
+from tests.models import family_examples
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
 SHAPES = {
+    **family_examples.CONFIGS,
     'llama': CONFIG,
     'llama3': dataclasses.replace(CONFIG, tie_embeddings=False, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 512)),
     'qwen2': dataclasses.replace(CONFIG, family='qwen2', qkv_bias=True, kinds=(LayerKind(), LayerKind(5))),
