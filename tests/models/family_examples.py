@@ -46,7 +46,7 @@ CONFIGS = {
         rope_scaling=LinearScaling(8.0),
         kinds=(LayerKind(WINDOW, rope=Rope(100.0)), FULL, LayerKind(WINDOW, rope=Rope(100.0))),
         embedding_factor=math.sqrt(16),
-        score_scale=0.3,
+        score_scale=9**-0.5,
         logit_cap=6.0,
     ),
     'gpt_oss': tiny(
@@ -56,6 +56,7 @@ CONFIGS = {
         tie_embeddings=False,
         qkv_bias=True,
         output_bias=True,
+        d_ff=12,
         experts=Experts(6, 2, 12, swiglu=ClampedSwiglu(1.5, 1.702)),
     ),
 }
