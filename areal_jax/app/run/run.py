@@ -58,7 +58,7 @@ from areal_jax.telemetry.hook import MetricsHook
 from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
-from areal_jax.telemetry.rollout_writer import Decode, RolloutWriter
+from areal_jax.telemetry.rollout_writer import RolloutWriter, Split
 from areal_jax.telemetry.trackers import TrackerFeed
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
@@ -193,12 +193,12 @@ class RunContext:
             self.feed.start([{STEP: 0, **before}, *rows] if before else rows)
         return metrics
 
-    def open_rollouts(self, step: int, decode: Decode) -> RolloutWriter | None:
+    def open_rollouts(self, step: int, split: Split) -> RolloutWriter | None:
         """Opens WORKDIR/rollouts, without the updates after `step`; None if telemetry.rollouts is '0'."""
         kept = self.config.telemetry.rollouts
         if kept.isdigit() and int(kept) == 0:
             return None
-        self.rollouts = self.own(RolloutWriter(self.workdir, decode, kept))
+        self.rollouts = self.own(RolloutWriter(self.workdir, split, kept))
         self.rollouts.start(step)
         return self.rollouts
 
