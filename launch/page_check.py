@@ -163,7 +163,8 @@ _SHADES = """name => {
     const {answer, index} = token.of, values = answer.numbers?.[name] ?? null
     const value = values === null ? null : typeof values === 'number' ? values : values[index]
     const has = value !== null && value !== ' ' && value !== 'o'
-    const color = token.style.backgroundColor.match(/\\d+/g)?.slice(0, 3).map(part => Number(part).toString(16).padStart(2, '0'))
+    const channels = token.style.backgroundColor.match(/\\d+/g)?.slice(0, 3)
+    const color = channels?.map(channel => Number(channel).toString(16).padStart(2, '0'))
     if (color) colored += 1
     if (token.classList.contains('bare')) bare += 1
     if (answer.given?.[index] === '1' ? color : has === token.classList.contains('bare') || (color && !has)) wrong += 1

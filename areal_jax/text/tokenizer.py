@@ -98,7 +98,7 @@ class Tokenizer(abc.ABC):
         return self.token_bytes.decode(self._without_end(tokens))
 
     def split(self, tokens: np.ndarray) -> list[str]:
-        """The text of `decode` in one piece per token; see TokenBytes.split. '' for the end that `decode` leaves out."""
+        """The text of `decode`, in one piece per token (TokenBytes.split); '' for an end that `decode` leaves out."""
         ids = self._without_end(tokens)
         return self.token_bytes.split(ids) + [''] * (len(tokens) - len(ids))
 

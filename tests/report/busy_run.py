@@ -213,8 +213,9 @@ def write_busy_run(workdir: pathlib.Path, updates: int, **config: Any) -> None:
 
 
 _WORDS = [
-    b'', b'The', b' sum', b' of', b' 3', b' and', b' 8', b' is', b' 11', b'.', b'\n', b' So', b' we', b' add', b' 6', b' to',
-    b' it', b',', b' which', b' gives', b' 17', b'\xf0\x9f\x98', b'\x80', b' step', b' by', b' carefully', b' \xe6\x95', b'\xb0',
+    b'', b'The', b' sum', b' of', b' 3', b' and', b' 8', b' is', b' 11', b'.', b'\n', b' So', b' we', b' add', b' 6',
+    b' to', b' it', b',', b' which', b' gives', b' 17', b'\xf0\x9f\x98', b'\x80', b' step', b' by', b' carefully',
+    b' \xe6\x95', b'\xb0',
 ]  # fmt: skip
 _END, _SMILE, _NUMBER = 0, (21, 22), (26, 27)  # characters in two tokens
 _TOOL = [10, 3, 4, 5, 6, 7, 8, 10]

@@ -64,8 +64,8 @@ def _describe_choice(groups: Sequence[JsonObject], answers: int, left_out: int) 
 
 def _describe_bare(bare: int, answers: int) -> str:
     return (
-        f'{bare} of {answers} answers have no numbers by token and are shown as text: an evaluation keeps none, a group '
-        'that is too long loses them, and earlier versions of this program did not store where a token begins.'
+        f'{bare} of {answers} answers have no numbers by token and are shown as text: an evaluation keeps none, a '
+        'group that is too long loses them, and earlier versions of this program did not store where a token begins.'
     )
 
 

@@ -1,4 +1,4 @@
-"""The page with coloured tokens: its numbers by hand, its scales, texts that are hostile, and answers without numbers."""
+"""The page with coloured tokens: its numbers by hand, its scales, hostile texts, and answers without numbers."""
 
 from __future__ import annotations
 
