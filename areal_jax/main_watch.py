@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
@@ -113,14 +113,14 @@ def _show_live(run: LiveRun, every_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator:
+def _keys() -> Iterator[Callable[[float], str]]:
     """Yields a function that waits some seconds for a key and returns it; '' for none."""
     import select
     import termios
     import tty
 
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ''
+        yield _sleep
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
@@ -134,6 +134,11 @@ def _keys() -> Iterator:
         yield wait
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _sleep(seconds: float) -> str:
+    time.sleep(seconds)
+    return ''
 
 
 def _is_plain(stream: TextIO) -> bool:

@@ -93,7 +93,8 @@ def _template() -> jinja2.Template:
 
 
 def _mark_code(text: str) -> markupsafe.Markup:
-    """Escapes the text and marks text between backticks as code."""
+    """Escapes the text, marks text between backticks as code, and [FILE](FILE) as a link to a file in the folder."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', str(escape(text))))
+    linked = re.sub(r'\[([\w.-]+)\]\(\1\)', r'<a href="\1">\1</a>', str(escape(text)))
+    return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', linked))
