@@ -86,35 +86,35 @@ def test_behavior_and_proximal_are_those_of_the_weights(run: SmallRun, groups: d
 
 
 def test_ratio_clip_and_advantage_follow_from_the_stored_columns(run: SmallRun, groups: dict[int, dict]):
-    marks: list[str] = []
+    marks: set[str] = set()
     for record in read_rollouts(run.workdir):
         rewards = np.array([answer['reward'] for answer in record['answers']])
-        shown = groups[record['draw']]['answers']
         assert record['trained'] == (len(set(rewards.tolist())) > 1)
-        for answer, stored in zip(shown, record['answers'], strict=True):
+        for answer, stored in zip(groups[record['draw']]['answers'], record['answers'], strict=True):
             numbers = answer['numbers']
             assert (answer['tokens'], answer['text']) == (stored['tokens'], stored['text'])
-            if not record['trained']:
+            if not record['trained'] or min(numbers['age']) > OLDEST:  # the update did not pack the answer
                 assert numbers.keys() == {'version', 'age', 'behavior_logprobs'}
                 continue
             advantage = (answer['reward'] - rewards.mean()) / (rewards.std() + 1e-4)
-            for place, age in enumerate(numbers['age']):
-                columns = [
-                    stored[name][place] for name in ('policy_logprobs', 'proximal_logprobs', 'behavior_logprobs')
-                ]
-                mark, found = numbers['clip'][place], numbers['policy_over_behavior'][place]
-                marks.append(mark)
-                if age > OLDEST:
-                    assert (mark, found, numbers['advantage'][place]) == ('o', None, None)
-                    continue
-                policy, proximal, behavior = columns
-                assert found == pytest.approx(math.exp(policy - behavior), rel=1e-5)
-                assert numbers['advantage'][place] == pytest.approx(advantage, rel=1e-4, abs=1e-6)
-                ratio = math.exp(policy - proximal)
-                above, below = advantage > 0 and ratio > 1 + EPSILON, advantage < 0 and ratio < 1 - EPSILON
-                if abs(abs(ratio - 1) - EPSILON) > 1e-6:  # float32 decides at the edge itself
-                    assert mark == ('+' if above else '-' if below else '.')
-    assert {'+', '-', '.', 'o'} == set(marks)
+            marks |= {find_mark(numbers, stored, place, advantage) for place in range(len(numbers['age']))}
+    assert marks == {'+', '-', '.', 'o'}
+
+
+def find_mark(numbers: dict, stored: dict, place: int, advantage: float) -> str:
+    """The mark of a token's clip, after its numbers were compared with those that the stored log-probs give."""
+    mark, found, shown = (numbers[name][place] for name in ('clip', 'policy_over_behavior', 'advantage'))
+    if numbers['age'][place] > OLDEST:
+        assert (mark, found, shown) == ('o', None, None)
+        return mark
+    policy, proximal, behavior = (stored[f'{name}_logprobs'][place] for name in ('policy', 'proximal', 'behavior'))
+    assert found == pytest.approx(math.exp(policy - behavior), rel=1e-5)
+    assert shown == pytest.approx(advantage, rel=1e-4, abs=1e-6)
+    ratio = math.exp(policy - proximal)
+    above, below = advantage > 0 and ratio > 1 + EPSILON, advantage < 0 and ratio < 1 - EPSILON
+    if abs(abs(ratio - 1) - EPSILON) > 1e-6:  # at the edge itself, rounding decides
+        assert mark == ('+' if above else '-' if below else '.')
+    return mark
 
 
 def test_the_pieces_of_the_tokens_are_the_text(run: SmallRun, groups: dict[int, dict]):

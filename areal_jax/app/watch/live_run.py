@@ -31,7 +31,7 @@ from areal_jax.telemetry.rollout_writer import DIRECTORY, list_files
 from areal_jax.types import NOT_GENERATED
 
 WINDOW_S = 60.0  # clock seconds over which occupancy and rates are measured
-_CHUNK = 1 << 22  # bytes that are read at once
+_CHUNK = 1 << 22  # bytes
 _RECENT = 1 << 22  # bytes at the end of a log in which dispatches are read at the start; earlier ones are over
 _MARK = 64  # bytes before the place of reading that are compared, to see that a file was cut and written on
 _ANSWERS = 64  # of the newest ones that are kept
@@ -47,10 +47,13 @@ class LineTail:
 
     A last line without its line break stays unread until it is whole. A file that was replaced, or cut and written on,
     as `--resume` does, is read again from its start.
+
+    Args:
+      chunk_bytes: that are in memory at once, in addition to a line.
     """
 
-    def __init__(self, path: pathlib.Path):
-        self._path = path
+    def __init__(self, path: pathlib.Path, chunk_bytes: int = _CHUNK):
+        self._path, self._chunk_bytes = path, chunk_bytes
         self._offset, self._inode, self._mark = 0, 0, b''
         self.size = 0  # of the file when it was last read
 
@@ -71,8 +74,6 @@ class LineTail:
 
     def _continues(self, file: Any) -> bool:
         """Whether the bytes before the place of reading are the ones that were read."""
-        if self.size < self._offset:
-            return False
         file.seek(self._offset - len(self._mark))
         return file.read(len(self._mark)) == self._mark
 
@@ -83,7 +84,7 @@ class LineTail:
 
     def _read_lines(self, file: Any) -> Iterator[tuple[int, bytes]]:
         rest = b''
-        while content := file.read(_CHUNK):
+        while content := file.read(self._chunk_bytes):
             *lines, rest = (rest + content).split(b'\n')
             for line in lines:
                 self._offset += len(line) + 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax import files
-from areal_jax.app.watch.live_run import WINDOW_S, Lane, LineTail, LiveRun
+from areal_jax.app.watch.live_run import WINDOW_S, Lane, LineTail, LiveRun, Loop
 from areal_jax.report.event_log import Window, busy_share, lane_intervals, load_events
 from areal_jax.telemetry.metrics import read_metrics
 from tests.report.busy_run import write_answers, write_busy_run
@@ -37,7 +37,7 @@ def read_lines(tail: LineTail, restarts: list[int] | None = None) -> list[bytes]
 def test_lines_are_read_once_however_they_are_written(tmp_path_factory, pieces: list[bytes], data: st.DataObject):
     """Any pieces, with line breaks drawn into them: the lines that are whole after each piece, never a torn one."""
     path = tmp_path_factory.mktemp('tail') / 'lines'
-    tail, found, content = LineTail(path), [], b''
+    tail, found, content = LineTail(path, data.draw(st.integers(1, 8))), [], b''
     for piece in pieces:
         content += piece.replace(b'x', b'\n') + data.draw(st.sampled_from([b'', b'\n', b'{"a"']))
         path.write_bytes(content) if not path.exists() else path.open('ab').write(content[path.stat().st_size :])
@@ -138,6 +138,17 @@ def test_rates_metrics_and_answers(busy: pathlib.Path):
     assert run.rows == read_metrics(busy / 'metrics.jsonl')
     newest = run.answers[-1]
     assert (newest.update, newest.draw, newest.name, newest.versions) == (12, 96, '3', (9, 11))
+
+
+def test_the_last_dispatch_and_the_tokens_of_a_minute():
+    loop = Loop()
+    for time, slots, tokens in ((5.0, ['0/1/0', '0/2/0'], 8), (40.0, ['0/1/0', None], 4), (80.0, [None, '0/3/0'], 2)):
+        event = {'time': time, 'kind': 'decode', 'engine': 'engine/0', 'slots': slots, 'tokens': tokens, 'version': 3}
+        loop.apply(json.dumps(event).encode(), is_recent=True)
+    assert (loop.slots['engine/0'].used, loop.slots['engine/0'].slots) == (1, 2)
+    assert (loop.generated(0.0), loop.generated(20.0), loop.generated(80.0)) == (14, 6, 2)
+    loop.apply(json.dumps(event).encode(), is_recent=False)  # at the start, of long ago
+    assert loop.generated(80.0) == 2
 
 
 def test_a_run_is_read_alike_at_once_and_as_it_is_written(busy: pathlib.Path, tmp_path: pathlib.Path):
