@@ -92,7 +92,8 @@ def read_fields(kind: type) -> list[tuple[str, str]]:
         said = [comments[line] for line in range(first, (node.end_lineno or first) + 1) if line in comments]
         is_typed = isinstance(node, ast.AnnAssign)
         name = ast.unparse(node.target if is_typed else node.targets[0])
-        shown = ast.unparse(node.annotation if is_typed else node.value)
+        parts = [node.annotation, node.value] if is_typed else [node.value]
+        shown = ' = '.join(ast.unparse(part) for part in parts if part)
         if not name.startswith('_'):
             found.append((name, f'`{shown}`' + (f', {" ".join(said)}' if said else '')))
     return found
