@@ -19,6 +19,7 @@ PAGES = [
     if page not in LOG and page.name != 'report.md'  # made by a run
 ]
 WRITTEN_BY_RUNS = ('results.md', 'study.md')  # in folders of docs/ that hold what a command wrote
+OF_OTHERS = ('pytest', 'venv', 'build')  # modules that pages call with python -m
 OPENING = re.compile(r'# .+\n\n(After this (page|note) you can|With (this|these) |From here you )')
 OF_A_RUN = (
     'runs/',
@@ -76,7 +77,7 @@ def faults(text: str, page: pathlib.Path) -> list[str]:
         # an installation has launch/ inside the package
         parts = pathlib.Path(*re.sub(r'^areal_jax\.launch\.', 'launch.', module).split('.'))
         known = [ROOT / parts.with_suffix('.py'), ROOT / parts / '__main__.py']
-        wrong += [] if module.split('.')[0] in ('pytest', 'venv', 'build') or any(p.exists() for p in known) else [module]
+        wrong += [] if parts.parts[0] in OF_OTHERS or any(path.exists() for path in known) else [module]
     return wrong
 
 
