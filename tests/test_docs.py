@@ -20,7 +20,7 @@ PAGES = [
 ]
 WRITTEN_BY_RUNS = ('results.md', 'study.md')  # in folders of docs/ that hold what a command wrote
 OF_OTHERS = ('pytest', 'venv', 'build')  # modules that pages call with python -m
-OPENING = re.compile(r'# .+\n\n(After this (page|note) you can|With (this|these) |From here you )')
+OPENING = re.compile(r'# .+\n\n(After this (page|note) you |With (this|these) |From here you )')
 OF_A_RUN = (
     'runs/',
     'tensorboard/',
