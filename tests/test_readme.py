@@ -66,6 +66,7 @@ def test_the_first_run_says_how_long_it_takes():
     assert f'about {REPORT["wall_seconds"] / 60:.0f} minutes' in ' '.join(FIRST_RUN.split())
 
 
+@pytest.mark.whole
 def test_the_python_of_the_readme_runs(tmp_path):
     """With three updates instead of the 200 of tiny_cpu."""
     [code] = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
