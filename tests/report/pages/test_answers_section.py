@@ -10,8 +10,8 @@ import pytest
 from areal_jax.report.pages.blocks import Absent, Table, Text
 from areal_jax.report.pages.html_page import choose_samples, tell_answers
 from areal_jax.report.pages.web_page import render_web_page
-from tests.telemetry.rollouts.test_views import answer, group
-from tests.telemetry.rollouts.test_writer import write
+from tests.telemetry.test_rollout_views import answer, group
+from tests.telemetry.test_rollout_writer import write
 
 
 def test_best_and_worst_of_three_updates():
