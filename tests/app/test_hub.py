@@ -12,6 +12,7 @@ from pyarrow import parquet
 from areal_jax import hub
 from areal_jax.app.export.run_export import export_run
 from areal_jax.app.library import build_run
+from areal_jax.app.run.reports import rebuild_report
 from areal_jax.app.workdir.run_directory import WEIGHTS
 from areal_jax.files import read_json
 from areal_jax.formats.hf_export import plan_hf_files
@@ -20,7 +21,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.text.file_tokenizers import HfTokenizer
 from tests.app.run.test_supervised import sft_config
-from tests.app.small import equal, to_host
+from tests.app.small import equal, small_config, to_host
 from tests.learning.examples import tiny_decoder
 from tests.stub_hub import COMMIT, serving
 from tests.tasks import hf_directory
@@ -82,6 +83,11 @@ def test_a_run_from_names_of_the_hub_is_the_run_from_their_files(server, directo
     named.train()
     assert equal(to_host(named.site.learner.save()), to_host(local.site.learner.save()))
     assert COMMIT in read_json(tmp_path / 'named' / WEIGHTS)['path']
+    revisions = {'model.path': COMMIT, 'task.path': COMMIT}
+    assert read_json(tmp_path / 'named' / 'facts.json')['revisions'] == revisions
+    assert read_json(tmp_path / 'named' / 'report.json')['revisions'] == revisions
+    assert f'model.path at revision `{COMMIT}`' in (tmp_path / 'named' / 'report.md').read_text()
+    assert read_json(tmp_path / 'local' / 'report.json')['revisions'] == {}
     server.asked.clear()
     resumed = start(
         tmp_path / 'named', resume=True, columns=columns, **fields('org/tiny', 'hf:org/sums:main', run__steps=3)
@@ -89,7 +95,26 @@ def test_a_run_from_names_of_the_hub_is_the_run_from_their_files(server, directo
     resumed.train()
     assert server.asked == []
     export_run(tmp_path / 'named', tmp_path / 'out')
-    assert f'`org/tiny` (hf, revision {COMMIT})' in (tmp_path / 'out' / 'README.md').read_text()
+    card = (tmp_path / 'out' / 'README.md').read_text()
+    assert f'`org/tiny` (hf, revision {COMMIT})' in card
+    assert f'| revision of task.path | {COMMIT} |' in card
+
+
+def test_a_run_with_engines_notes_its_revisions_at_the_start_and_in_its_report(server, tmp_path):
+    answers = dict(rollout__max_new_tokens=4, rollout__context_tokens=64, rollout__prefill_buckets=(64,))
+    changes = fields('hf:org/tiny', 'hf:org/sums:main') | answers
+    config = small_config(**changes)
+    config.task.columns.update({'question': 'problem', 'answer': 'final'})
+    build_run(config, tmp_path / 'run').train()
+    revisions = {'model.path': COMMIT, 'task.path': COMMIT}
+    [start] = read_json(tmp_path / 'run' / 'starts.json')['starts']
+    assert start['revisions'] == revisions
+    assert COMMIT in start['data']['task.path']['path']
+    sentence = f'From the Hugging Face Hub: model.path at revision `{COMMIT}`, task.path at revision `{COMMIT}`.'
+    assert sentence in (tmp_path / 'run' / 'report.md').read_text()
+    (tmp_path / 'run' / 'facts.json').unlink()  # as of a run that was killed
+    rebuild_report(tmp_path / 'run', plots=False)
+    assert read_json(tmp_path / 'run' / 'report.json')['revisions'] == revisions
 
 
 def test_a_name_that_the_hub_lacks_ends_the_start(server, directory, tmp_path):
