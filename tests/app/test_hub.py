@@ -101,7 +101,7 @@ def test_a_run_from_names_of_the_hub_is_the_run_from_their_files(server, directo
 
 
 def test_a_run_with_engines_notes_its_revisions_at_the_start_and_in_its_report(server, tmp_path):
-    answers = dict(rollout__max_new_tokens=4, rollout__context_tokens=64, rollout__prefill_buckets=(64,))
+    answers = {'rollout__max_new_tokens': 4, 'rollout__context_tokens': 64, 'rollout__prefill_buckets': (64,)}
     changes = fields('hf:org/tiny', 'hf:org/sums:main') | answers
     config = small_config(**changes)
     config.task.columns.update({'question': 'problem', 'answer': 'final'})
