@@ -19,6 +19,8 @@ def get_config() -> config_dict.ConfigDict:
     config.model.path = 'hf:Qwen/Qwen3-8B'
     config.cluster.learner = 'hosts=1 x fsdp=8'
     config.cluster.engines = '8 x tensor=1'
+    config.staleness.eta = 2.0  # a larger one changes nothing while engines are what limits
+    config.buffer.capacity = 192  # (eta + 1) * groups_per_update
     config.learner.rows_per_microbatch = 8  # a row for each GPU
     config.rollout.server = 'sglang'
     config.rollout.slots = 64
