@@ -1,6 +1,7 @@
 """What the recipes for clusters share: mathematics with long answers, its data, lengths, batch and checkpoints.
 
-Each recipe adds the model, the devices, and what follows from their memory. docs/cluster/recipes/index.md gives the reasons.
+Each recipe adds the model, the devices, and what follows from their memory; docs/cluster/recipes/index.md has the
+reasons.
 """
 
 from ml_collections import config_dict

@@ -2,7 +2,7 @@
 
     python -m launch.slurm --config=configs/clusters/qwen3_30b_a3b_h100.py --workdir=DIR --gpus_per_node=8
 
-The page docs/cluster/recipes/qwen3_30b_a3b_h100.md has every step. Nobody has run it on this hardware.
+The page docs/cluster/recipes/qwen3_30b_a3b_h100.md has every step. It has not run on this hardware.
 """
 
 import pathlib

@@ -3,7 +3,7 @@
     python -m launch.jobset --config=configs/clusters/qwen3_8b_v5p64.py --workdir=/mnt/runs/a --claim=runs \\
         --image=IMAGE --accelerator=v5p --topology=2x2x4 --engine_topology=2x2x1
 
-The page docs/cluster/recipes/qwen3_8b_v5p64.md has every step. Nobody has run it on this hardware.
+The page docs/cluster/recipes/qwen3_8b_v5p64.md has every step. It has not run on this hardware.
 """
 
 import pathlib

@@ -1,11 +1,9 @@
 """Every command has one form of help, quick and without jax; test_shown_commands.py parses its examples."""
 
-import argparse
 import os
 import pathlib
 import re
 import resource
-import shlex
 import subprocess
 import sys
 

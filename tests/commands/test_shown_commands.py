@@ -178,12 +178,15 @@ def test_the_number_of_commands_that_are_parsed():
     ('text', 'found'),
     [
         ('```bash\nareal-train --config=a.py \\\n    --workdir=b   # why\n```\n', [('areal-train', 2)]),
-        ('```\nA=1 areal-runs runs && python -m launch.local --config=a.py --workdir=b > log\n```\n', [('areal-runs', 1), ('python -m launch.local', 2)]),
+        (
+            '```\nA=1 areal-runs runs && python -m launch.local --config=a.py --workdir=b > log\n```\n',
+            [('areal-runs', 1), ('python -m launch.local', 2)],
+        ),
         ('so:\n\n    python -m areal_jax.main_report --workdir=runs/a\n\nand `areal-train`\n', [('areal-report', 1)]),
-        ("```bash\nfor eta in 0 1; do\n  areal-train --config=a.py --workdir=runs/$eta\ndone\n```\n", [('areal-train', 2)]),
+        ('```bash\nfor n in 0 1; do\n  areal-train --config=a.py --workdir=r/$n\ndone\n```\n', [('areal-train', 2)]),
         ('```text\nareal-plan --answers=N [--seed=N]\nls runs\n```\n', []),
     ],
-)  # fmt: skip
+)
 def test_what_is_a_command_of_a_page(text, found):
     assert [(command.program, len(words)) for command, words in list_shown(text)] == found
 

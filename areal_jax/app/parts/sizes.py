@@ -425,11 +425,15 @@ def describe_run(config: config_dict.ConfigDict) -> str:
     Engines of a run in roles are described too if they are of this project. On a CPU, the sizes of engines include the
     transposed second copy of their matrices.
     """
-    tracked = TrackedConfig(_join_roles(config))
+    tracked = TrackedConfig(config)
     shape = read_shape(tracked)
     generates = find_objective(config.loss.objective).generates
     allocation = build.build_allocation(tracked) if generates else Allocation(build.build_mesh(tracked), ())
     sizes = measure(tracked, shape, allocation)
+    if generates and (joined := _join_roles(config)) is not None:
+        allocation = build.build_allocation(joined)
+        of_engines = _sizes_of_engines(joined, shape, allocation)
+        sizes = dataclasses.replace(sizes, engines=next(iter(of_engines.values())), by_devices=of_engines)
     decoder = Decoder(shape)
     mesh = ', '.join(f'{name}={size}' for name, size in allocation.learner.shape.items() if size > 1) or '1 device'
     lines = [
@@ -445,15 +449,15 @@ def describe_run(config: config_dict.ConfigDict) -> str:
     return '\n'.join(lines)
 
 
-def _join_roles(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-    """Returns the config with learner and engines in one process, where the engines are of this project."""
+def _join_roles(config: config_dict.ConfigDict) -> TrackedConfig | None:
+    """Returns the config with its engines in the learner's process; None unless they are servers of this project."""
     server, learner = find_server(config.rollout.server), parse_learner(config.cluster.learner)
     if server.in_process or not server.has_own_engines:
-        return config
+        return None
     joined = config.copy_and_resolve_references()
     joined.rollout.server = IN_PROCESS.name
     joined.cluster.learner = str(dataclasses.replace(learner, hosts=None))
-    return joined
+    return TrackedConfig(joined)
 
 
 def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:
