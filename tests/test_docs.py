@@ -26,6 +26,7 @@ OF_A_RUN = (
     'export/',
     'mlruns/',
     'rollouts/',
+    'slurm/',
 )  # folders that a run leaves
 FILE = r'[\w./*-]+\.(?:py|md|sh|svg|png)|[\w.-]+(?:/[\w.-]+)*/'
 
@@ -71,7 +72,7 @@ def faults(text: str, page: pathlib.Path) -> list[str]:
         # an installation has launch/ inside the package
         parts = pathlib.Path(*re.sub(r'^areal_jax\.launch\.', 'launch.', module).split('.'))
         known = [ROOT / parts.with_suffix('.py'), ROOT / parts / '__main__.py']
-        wrong += [] if module.split('.')[0] in ('pytest', 'venv') or any(p.exists() for p in known) else [module]
+        wrong += [] if module.split('.')[0] in ('pytest', 'venv', 'pip') or any(p.exists() for p in known) else [module]
     return wrong
 
 
