@@ -20,6 +20,7 @@ def get_config() -> config_dict.ConfigDict:
     config.loss.objective = 'gspo'  # one ratio an answer: tokens whose experts changed have ratios far from 1
     config.cluster.learner = 'hosts=4 x fsdp=4,expert=8'  # the experts' exchange stays inside a node
     config.cluster.engines = '16 x tensor=2'
+    config.checkpoint.every = 30  # 366 GB each
     config.rollout.server = 'sglang'
     config.rollout.slots = 160
     config.rollout.max_new_tokens = 7168
