@@ -142,7 +142,7 @@ def test_the_scripts_of_a_page_exist_and_know_their_options(page):
 
 @functools.cache
 def flag_names(program):
-    names = {flag.name for flag in list_flags(COMMANDS[program])}
+    names = {flag.name for flag in list_flags(COMMANDS[program])} | {'--help', '--version'}
     return (
         names | {name.replace('--', '--no', 1) for name in names} | {name.replace('--', '--no-', 1) for name in names}
     )
@@ -169,7 +169,7 @@ def is_field(name):
 def test_the_number_of_commands_that_are_parsed():
     """So that a change of the pages' form does not leave them unread."""
     by_page = {page.name: len(list_shown(page.read_text())) for page in PAGES}
-    assert by_page['README.md'] >= 5
+    assert by_page['README.md'] >= 4
     assert by_page['commands.md'] >= len(COMMANDS)
     assert sum(by_page.values()) >= 150
 
