@@ -174,11 +174,11 @@ def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -
 def render_versions(group: JsonObject, answer: JsonObject, width: int) -> str:
     """Renders the answer in spans of policy versions, with mean log-probs of the behavior and the trained policy."""
     lines = [_title(GivenAnswer(group, answer))]
-    if 'versions' not in answer:
+    if 'versions' not in answer or 'characters' not in answer:
         return '\n'.join([*lines, *_indent(answer['text'], width)])
-    start = 0
-    place = 0
-    for (count, version), age, end in zip(answer['versions'], answer['ages'], answer['ends'], strict=True):
+    start = place = 0
+    for (count, version), age in zip(answer['versions'], answer['ages'], strict=True):
+        end = start + sum(answer['characters'][place : place + count])
         says = 'not generated' if version == NOT_GENERATED else f'version {version}, age {age}'
         means = [
             f'{name.removesuffix("_logprobs")} {show_number(_mean(answer[name][place : place + count]))}'

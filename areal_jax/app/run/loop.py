@@ -243,7 +243,7 @@ def _build_parts(context: RunContext, site: Site[RunLearner], host: Host, outsid
     reallocation = _build_reallocation(host, generation, observer)
     rollouts = None
     if outside.build_task is None:  # a simulation has no text
-        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
+        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.split)
     controller = _build_controller(
         context, site, host, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
     )
