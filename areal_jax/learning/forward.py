@@ -225,7 +225,8 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
 
         mesh = stream.mesh
         run = attend_rows if mesh is None else _over_mesh(attend_rows, mesh, q.shape[1], k.shape[1])
-        out = run(*(stream.unflatten(x) for x in (q, k, v)), sinks, *places)  # q, out [R, T, H, D]; k, v [R, T, K, D]
+        q, k, v = (stream.unflatten(x) for x in (q, k, v))
+        out = run(q, k, v, sinks, *places)  # q, out [R, T, H, D]; k, v [R, T, K, D]
         return stream.flatten(out), entry
 
     return attend

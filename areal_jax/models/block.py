@@ -123,7 +123,10 @@ class _Mlp(nnx.Module):
         return y
 
 
-_ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    'silu': jax.nn.silu,
+    'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class _Experts(nnx.Module):

@@ -146,7 +146,7 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
             if swiglu is not None and cut is not None:  # the sum over devices adds the bias of `down` once
                 first = jax.lax.axis_index(cut) == 0
                 leaves = (*leaves[:-1], jnp.where(first, leaves[-1], 0))
-            mix = functools.partial(local, swiglu=swiglu)
+            mix: Mixer = functools.partial(local, swiglu=swiglu)
             mix = mix if share is None else _over_experts(mix, share, cuts_tokens=share in token_axes)
             y = mix(x, experts, weights, *leaves)
             return y if cut is None else jax.lax.psum(y, cut)

@@ -110,9 +110,9 @@ _ATTENTION = (
     bias('attention/key', 'KD', 'self_attn.k_proj', when='qkv_bias'),
     projection('attention/value', 'd KD', 'embed kv_heads', 'self_attn.v_proj', 'attn_v'),
     bias('attention/value', 'KD', 'self_attn.v_proj', when='qkv_bias'),
-    norm('attention/query_norm', 'D', 'self_attn.q_norm', when='qk_norm'),
+    norm('attention/query_norm', 'D', 'self_attn.q_norm', 'attn_q_norm', when='qk_norm'),
     norm('attention/query_norm', 'HD', 'self_attn.q_norm', when='whole_qk_norm'),
-    norm('attention/key_norm', 'D', 'self_attn.k_norm', when='qk_norm'),
+    norm('attention/key_norm', 'D', 'self_attn.k_norm', 'attn_k_norm', when='qk_norm'),
     norm('attention/key_norm', 'KD', 'self_attn.k_norm', when='whole_qk_norm'),
     Weight('layers/*/attention/sinks', 'H', 'features', Init.ZEROS, 'model.layers.*.self_attn.sinks', when='sinks'),
     projection(
@@ -125,27 +125,6 @@ BEFORE_MLP = (
     *_EMBEDDING,
     norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
     *_ATTENTION,
-    norm('mlp_norm', 'd', 'post_attention_layernorm', 'ffn_norm'),
-)
-MLP = (
-    Weight('embedding', 'V d', 'vocab embed', Init.LOOKUP, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
-    Weight('positions', 'C d', 'features embed', Init.LOOKUP, when='plain'),
-    norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
-    projection('attention/query', 'd HD', 'embed heads', 'self_attn.q_proj', 'attn_q'),
-    bias('attention/query', 'HD', 'self_attn.q_proj', when='qkv_bias'),
-    projection('attention/key', 'd KD', 'embed kv_heads', 'self_attn.k_proj', 'attn_k'),
-    bias('attention/key', 'KD', 'self_attn.k_proj', when='qkv_bias'),
-    projection('attention/value', 'd KD', 'embed kv_heads', 'self_attn.v_proj', 'attn_v'),
-    bias('attention/value', 'KD', 'self_attn.v_proj', when='qkv_bias'),
-    norm('attention/query_norm', 'D', 'self_attn.q_norm', when='qk_norm'),
-    norm('attention/query_norm', 'HD', 'self_attn.q_norm', when='whole_qk_norm'),
-    norm('attention/key_norm', 'D', 'self_attn.k_norm', when='qk_norm'),
-    norm('attention/key_norm', 'KD', 'self_attn.k_norm', when='whole_qk_norm'),
-    projection(
-        'attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', 'attn_output', Init.RESIDUAL, unless='plain'
-    ),
-    projection('attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', when='plain'),
-    bias('attention/output', 'd', 'self_attn.o_proj', when='output_bias'),
     norm('mlp_norm', 'd', 'post_attention_layernorm', 'ffn_norm'),
 )
 MLP = (
