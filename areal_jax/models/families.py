@@ -344,10 +344,9 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder with RMS norm, rotary positions, grouped queries and SwiGLU, dense or with experts.
+    """Shape of a decoder with RMS norm, rotary positions, grouped queries and a gated MLP, dense or with experts.
 
-    It covers Llama 2 and 3, SmolLM2, Qwen 2, 2.5 and 3, Mistral, Qwen3-MoE, Mixtral, OLMoE and models distilled into
-    them.
+    It covers the models of FAMILIES and models distilled into them.
 
     `family` decides names in files, see `families`; the computation follows from the other fields alone.
     """

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from areal_jax.config.fields import ConfigError
+from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode import generate as parallel
 from areal_jax.sharding.placement import move_to
+from tests.models import family_examples
 from tests.rollout.decode.examples import DECODER, Decoding, build, forward_logprobs, request, weights
 
 PAIRS = jax.devices()[2:4], jax.devices()[4:6]  # '2 x tensor=2' behind a learner of two devices
@@ -135,3 +137,23 @@ def test_devices_that_do_not_divide_the_heads_are_refused(devices):
         build(devices=jax.devices()[:devices])
     with pytest.raises(ConfigError, match=message):
         parallel.weight_shardings(DECODER, jax.devices()[:devices])
+
+
+@pytest.mark.parametrize(
+    ('name', 'expert'), [('gpt_oss', 1), ('gpt_oss', 2), pytest.param('gemma3', 1, marks=pytest.mark.slow)]
+)
+def test_families_decode_over_two_devices_what_one_device_does(name, expert):
+    config = family_examples.CONFIGS[name]
+    decoder, params = Decoder(config), family_examples.draw(config)
+    requests = {0: request(prompt=np.arange(40, 51), new=10), 1: request(3, prompt=[7], new=12)}
+    found = []
+    for devices in (jax.devices()[:1], PAIRS[0]):
+        many = {'devices': devices, 'expert': expert} if len(devices) > 1 else {}
+        placed = move_to(params, parallel.weight_shardings(decoder, devices, expert)) if many else params
+        decoding = Decoding(build(decoder, **many), placed)
+        decoding.start(requests)
+        found.append(decoding.finish().results())
+    for number in requests:
+        (tokens, logprobs), (others, over_two) = (one[number] for one in found)
+        assert tokens == others
+        np.testing.assert_allclose(over_two, logprobs, atol=1e-5)
