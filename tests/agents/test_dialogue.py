@@ -132,6 +132,13 @@ def test_calls_and_errors_are_counted_by_tool_and_only_once_by_a_resumed_run(too
         assert Run(asks, episode=saved(first.episode)).episode.counts == first.episode.counts
 
 
+def test_a_call_of_a_tool_that_was_not_offered_has_no_count_of_its_own():
+    async def agent(prompt, dialogue):
+        await dialogue.chat([user('q')], ({'type': 'function', 'function': {'name': 'other'}},))
+
+    assert Run(agent, ids_of('T')).episode.counts == {'tool_calls': 1}
+
+
 @pytest.mark.parametrize(('arguments', 'fits'), [
     ('{"a": 1}', True), ('{"a": 1, "b": "x"}', True), ('{"a": 1.5}', False), ('{"a": true}', False),
     ('{"a": "1"}', False), ('{}', False), ('{"a": 1, "c": 2}', False), ('{"a": 1, "b": null}', False),

@@ -74,12 +74,12 @@ def test_a_tool_computes_nothing_else(expression):
 def test_a_wrong_call_is_an_error_that_the_model_reads_and_may_correct():
     problem = PROBLEMS[0]
     good = SHOP.demonstrate_tools(problem)[1]['content']
-    for wrong in (
-        '<tool_call>{"name": "price", "arguments": {"sum": "1"}}</tool_call>',
-        '<tool_call>{"name": "cost", "arguments": {"expression": "1"}}</tool_call>',
+    for wrong, reason in (
+        ('<tool_call>{"name": "price", "arguments": {"sum": "1"}}</tool_call>', 'KeyError'),
+        ('<tool_call>{"name": "cost", "arguments": {"expression": "1"}}</tool_call>', 'there is no tool cost'),
     ):
         episode = play(problem, wrong, good, problem['answer'])
-        assert episode['tools'][0]['text'].startswith('error: ')
+        assert re.match(rf'error: .*{reason}', episode['tools'][0]['text'])
         assert SHOP.score(problem, '', 'stop', episode) == 1
 
 

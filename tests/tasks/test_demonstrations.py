@@ -188,18 +188,19 @@ def test_calls_of_an_untrained_turn_after_a_trained_one_are_refused(tmp_path, sm
         read(write(tmp_path / 'x.jsonl', [{'messages': turns}]), GgufTokenizer(smollm2_fields, 'f', template))
 
 
-@pytest.mark.parametrize('template', ['hermes', 'compact'])
-def test_a_conversation_of_a_task_is_the_row_that_the_template_renders(smollm2_fields, template):
+@pytest.mark.parametrize(('template', 'space'), [('hermes', '\n'), ('compact', '')])
+def test_a_conversation_of_a_task_is_the_row_that_the_template_renders(smollm2_fields, template, space):
     text = locate_file(f'package:configs/templates/{template}.jinja').read_text()
     tokenizer = GgufTokenizer(smollm2_fields, 'f', GivenTemplate(text, 't'))
     tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'properties': {'a': {}, 'b': {}}}}}]
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    call = f'<tool_call>{space}{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}{space}</tool_call>'
     turns = [say('user', 'q'), say('assistant', call, train=True), say('tool', '3'), say('assistant', 'It is 3.')]
     task = question_task(
         tokenizer, [{'question': 'q', 'messages': turns, 'tools': tools}], score, held_out_fraction=0.0
     )
     [found] = solve_task(task, tokenizer).train
-    [whole] = tokenizer.encode_chats([turns], tools)
+    called = {'role': 'assistant', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1, 'b': 2}}}]}
+    [whole] = tokenizer.encode_chats([[turns[0], called, *turns[2:]]], tools)
     row = np.concatenate([found.prompt_tokens, *found.answers])
     assert whole[: len(row)].tolist() == row.tolist()
     trained = [tokenizer.decode(segment.tokens) for segment in found.segments()[0] if segment.policy_version == 0]
