@@ -12,7 +12,7 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 4
+    config.run.steps = 5
     config.run.export = False
     config.loss.objective = 'sft'
     config.model.source = 'gguf'
@@ -25,5 +25,5 @@ def get_config() -> config_dict.ConfigDict:
     config.learner.row_loss_tokens = 256
     config.optimizer.learning_rate = 5e-5
     config.optimizer.warmup_steps = 4
-    config.evaluation.problems = 16
+    config.evaluation.problems = 8
     return config

@@ -136,7 +136,7 @@ def score(
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 16
+    config.run.steps = 12
     config.model.source = 'run'
     config.model.path = 'runs/sft_shop'
     config.task.name = 'package:configs/agents/shop.py:build'
@@ -157,5 +157,5 @@ def get_config() -> config_dict.ConfigDict:
     config.loss.behavior_weight_cap = 5.0
     config.evaluation.problems = 64
     config.evaluation.samples = 2
-    config.checkpoint.every = 8
+    config.checkpoint.every = 6
     return config
