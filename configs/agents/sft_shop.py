@@ -12,7 +12,7 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 5
+    config.run.steps = 8
     config.run.export = False
     config.loss.objective = 'sft'
     config.model.source = 'gguf'

@@ -156,6 +156,6 @@ def get_config() -> config_dict.ConfigDict:
     config.learner.row_loss_tokens = 480
     config.loss.behavior_weight_cap = 5.0
     config.evaluation.problems = 64
-    config.evaluation.samples = 2
+    config.evaluation.samples = 1
     config.checkpoint.every = 6
     return config
