@@ -306,6 +306,7 @@ class Told(TypedDict):
     peak_memory_bytes: int | None  # of the process tree
     weights_sha256: str | None  # of the last version
     git_commit: str | None
+    revisions: Mapping[str, str]  # commits of models and data sets of the Hub, by config field
     versions: Mapping[str, str]  # of packages
     idle_fields: list[str]
     prolonged: list[dict[str, int]]

@@ -89,6 +89,8 @@ class RunFacts:
     event_loop_lag_max: float | None = None  # seconds, after warm-up
     weights_sha256: str | None = None  # of the last version
     git_commit: str | None = None
+    # commits of models and data sets of the Hugging Face Hub, by config field
+    revisions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)  # cores, platform, ...
     # 'generate', 'train': an update

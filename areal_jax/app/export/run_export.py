@@ -209,6 +209,7 @@ def _provenance_rows(facts: files.JsonObject) -> list[_Row]:
     rows = []
     if facts.get('git_commit'):
         rows.append(('commit', str(facts['git_commit'])))
+    rows += [(f'revision of {field}', commit) for field, commit in facts.get('revisions', {}).items()]
     if facts.get('versions'):
         rows.append(('trained with', described(facts['versions'])))
     rows.append(('exported with', described(package_versions())))

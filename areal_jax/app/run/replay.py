@@ -199,14 +199,16 @@ def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.Config
         if field not in (TASK, SCHEDULE, PLAN, MODEL):
             raise UserError(f'--data={field}={path}: {field} names no data; use {TASK}, {SCHEDULE}, {PLAN} or {MODEL}')
         config.update_from_flattened_dict({field: _FORMS.get(field, '{}').format(path)})
-    for field, file in data_files(config.to_dict()).items():
+    for field, read in data_files(config.to_dict()).items():
         noted = start['data'].get(field)
-        if not file.is_file():
-            raise UserError(f'{field}: the run read {file}, which is not here: give it with --data={field}=FILE')
-        if noted and digest(file) != noted['sha256']:
+        for file in read:
+            if not file.is_file():
+                raise UserError(f'{field}: the run read {file}, which is not here: give it with --data={field}=FILE')
+        if noted and digest(read) != noted['sha256']:
+            revision = start.get('revisions', {}).get(field)
             raise UserError(
-                f'{field}: {file} is not the file that the run read (sha256 {noted["sha256"][:12]}...): give that one '
-                f'with --data={field}=FILE'
+                f'{field}: {read[0]} is not the file that the run read (sha256 {noted["sha256"][:12]}...): give that '
+                f'one with --data={field}=FILE' + (f', or name its revision {revision}' if revision else '')
             )
     config.update_from_flattened_dict(_QUIET)
     return config

@@ -37,7 +37,7 @@ from areal_jax.app.workdir.run_directory import (
     start_again,
 )
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
-from areal_jax.config import TrackedConfig, validate
+from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
@@ -45,6 +45,7 @@ from areal_jax.control.lock_step import CopyVersion, VersionRing
 from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import DirectoryLock
+from areal_jax.hub import find_revisions
 from areal_jax.plugins import load_function
 from areal_jax.protocols import Channel, Learner, Pool
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
@@ -98,6 +99,7 @@ class CommonFacts(TypedDict):
     wall_seconds: float
     peak_memory_bytes: int
     git_commit: str | None
+    revisions: Mapping[str, str]
     versions: Mapping[str, str]
     hardware: Mapping[str, object]
     prolonged: tuple[Mapping[str, int], ...]
@@ -255,6 +257,7 @@ class RunContext:
             'wall_seconds': time.monotonic() - self._started,
             'peak_memory_bytes': self.resources.peak_bytes,
             'git_commit': git_commit(),
+            'revisions': find_revisions(dict(flatten(self.config.as_dict()))),
             'versions': package_versions(),
             'hardware': {**hardware, 'platform': platform.platform()},
             'prolonged': tuple(read_prolongations(self.workdir)),

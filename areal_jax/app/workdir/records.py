@@ -10,7 +10,7 @@ import lzma
 import pathlib
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -33,6 +33,7 @@ from areal_jax.errors import UserError, show
 from areal_jax.events.records import fits
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
+from areal_jax.hub import find_revisions, is_hub_name, locate_dataset
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.report.event_log import parse_events
 from areal_jax.telemetry.facts import EVALUATIONS
@@ -137,6 +138,7 @@ class Start(TypedDict):
     # evaluations.json at that time: versions that earlier starts had evaluated after their last checkpoint
     evaluations: files.JsonObject | None
     sandbox: NotRequired[SandboxRecord | None]  # of the scorer; absent in records of earlier versions
+    revisions: NotRequired[Mapping[str, str]]  # as in RunFacts; absent likewise
 
 
 _REQUIRED = frozenset({'seq', 'config', 'environment', 'data'})  # of every version
@@ -147,6 +149,7 @@ _TYPES = {
     'data': Mapping[str, DataFile],
     'evaluations': Mapping[str, Any] | None,
     'sandbox': SandboxRecord | None,
+    'revisions': Mapping[str, str],
 }
 
 
@@ -168,14 +171,14 @@ def note_start(
     path = workdir / STARTS
     before = read_starts(path.read_bytes(), str(path)) if seq and path.exists() else []
     values = config.as_dict()
-    data = {field: DataFile(path=str(file), sha256=digest(file)) for field, file in data_files(values).items()}
+    data = {field: DataFile(path=str(read[0]), sha256=digest(read)) for field, read in data_files(values).items()}
     if weights is not None:
         data[MODEL] = DataFile(path=str(weights), sha256=sample_digest(weights))
     scores = workdir / EVALUATIONS
     evaluations = files.read_json(scores, _FIX) if scores.exists() else None
     start = Start(
         seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations,
-        sandbox=sandbox,
+        sandbox=sandbox, revisions=find_revisions(dict(flatten(values))),
     )  # fmt: skip
     kept = [earlier for earlier in before if earlier['seq'] < seq]
     files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
@@ -199,23 +202,31 @@ def read_starts(content: bytes, name: str) -> list[Start]:
     return starts
 
 
-def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
-    """Returns the files that a config names, by field, except the files of the model."""
-    found, simulation = {}, values.get('simulation', {})
+def data_files(values: Mapping[str, Any]) -> dict[str, Sequence[pathlib.Path]]:
+    """Returns the files that a config names, by field, except the files of the model: one, or those of a data set.
+
+    Raises HubError for a data set of the Hub that is not in the cache and cannot be fetched.
+    """
+    found: dict[str, Sequence[pathlib.Path]] = {}
+    simulation = values.get('simulation', {})
     has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
     if values['task']['path'] and has_task:
-        found[TASK] = pathlib.Path(values['task']['path'])
+        path = values['task']['path']
+        found[TASK] = locate_dataset(TASK, path) if is_hub_name(path) else [pathlib.Path(path)]
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
-        found[SCHEDULE] = pathlib.Path(match[1])
+        found[SCHEDULE] = [pathlib.Path(match[1])]
     if file := plan_file(values.get('cluster', {}).get('reallocate', OFF)):
-        found[PLAN] = file
+        found[PLAN] = [file]
     return found
 
 
-def digest(file: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file, in hex."""
-    with file.open('rb') as content:
-        return hashlib.file_digest(content, 'sha256').hexdigest()
+def digest(files_read: Iterable[pathlib.Path]) -> str:
+    """Returns the SHA-256 over the contents of files, one after another, in hex."""
+    found = hashlib.sha256()
+    for file in files_read:
+        with file.open('rb') as content:
+            hashlib.file_digest(content, lambda: found)
+    return found.hexdigest()
 
 
 def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:

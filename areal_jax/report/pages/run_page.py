@@ -183,10 +183,17 @@ def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
     ends = ' or '.join(f'`{text}` (token {token})' for token, text in report['ends'].items())
     sentences += [f'An answer ends with {ends}.'] if ends else []
+    sentences += [describe_revisions(report['revisions'])] if report['revisions'] else []
     sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
     sentences += [describe_idle_fields(report['idle_fields'])] if report['idle_fields'] else []
     return ' '.join(sentences)
+
+
+def describe_revisions(revisions: Mapping[str, str]) -> str:
+    """The sentence on models and data sets of the Hub, by the field that names each."""
+    named = ', '.join(f'{field} at revision {_code(commit)}' for field, commit in revisions.items())
+    return f'From the Hugging Face Hub: {named}.'
 
 
 def describe_idle_fields(fields: Sequence[str]) -> str:
