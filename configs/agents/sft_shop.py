@@ -2,7 +2,8 @@
 
     python -m areal_jax.main_train --config=configs/agents/sft_shop.py --workdir=runs/sft_shop
 
-The questions held out are the same.
+96 demonstrations, each once. Two updates more or less decide how often a sampled answer is right: docs/agents.md says
+what was measured. The questions held out are the same.
 """
 
 from ml_collections import config_dict
@@ -12,7 +13,7 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 8
+    config.run.steps = 6
     config.run.export = False
     config.loss.objective = 'sft'
     config.model.source = 'gguf'

@@ -3,7 +3,7 @@
     python -m areal_jax.main_train --config=configs/agents/sft_shop.py --workdir=runs/sft_shop
     python -m areal_jax.main_train --config=configs/agents/shop.py --workdir=runs/shop
 
-The reward is 1 if the last turn is the right number. docs/agents.md has measured runs.
+The reward is 1 if the last turn is the right number. docs/agents.md says what was measured.
 """
 
 import ast
