@@ -29,7 +29,7 @@ def _show(options: argparse.Namespace) -> int:
 
     workdir = pathlib.Path(options.workdir)
     records = _read(workdir)
-    groups = rollout_views.select_groups(records, options.step, options.draw)
+    groups = rollout_views.select_groups(records, options.step, options.draw, options.source)
     if options.json:
         print(json.dumps(groups, indent=1))
         return ExitCode.FINISHED
@@ -104,6 +104,7 @@ def _build_parser() -> Parser:
     parser.add_argument('workdir', metavar='RUN', type=local_path, help='The workdir of a run or of an evaluation.')
     parser.add_argument('--step', type=int, help='Only of this update.')
     parser.add_argument('--draw', type=int, help='Only this group, in full.')
+    parser.add_argument('--source', help='Only of this source of a mixture (task.sources).')
     parser.add_argument('--sample', help='Only this answer of the group, in full.')
     parser.add_argument('--group', action='store_true', help='Groups in full, with their prompts, not a table.')
     parser.add_argument('--diff', action='store_true', help='Best and worst of a group side by side; or by version.')
@@ -116,7 +117,9 @@ def _build_parser() -> Parser:
 COMMAND = Command(
     program='areal-rollouts',
     purpose='Shows the answers that a run keeps, with rewards, advantages, ages and versions; also while it runs.',
-    usage=('RUN [--step=N] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] [--json]',),
+    usage=(
+        'RUN [--step=N] [--source=NAME] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] [--json]',
+    ),
     flags=_build_parser,
     examples="""
     # the newest answers

@@ -25,6 +25,7 @@ from areal_jax.app.score.answer_files import GivenAnswer, ProblemIndex, ScoreFil
 from areal_jax.config import TrackedConfig, flatten, validate_scoring
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError, Purpose
+from areal_jax.config.sources import SOURCES
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -195,7 +196,7 @@ class Scoring:
         config = self._config
         self._progress.begin(f'preparing task {config.task.name}')
         tokenizer = describe_text_model(config).tokenizer
-        task = build_whole_task(config, tokenizer)
+        task = build_whole_task(config.task, tokenizer)
         self._index = ProblemIndex(task, config.run.seed)
         stall_s = config.task.verifier_deadline_s + _SPARE_S
         self._clock = RealClock({lanes.REWARD: config.task.verifier_workers}, EventLog(keeps=False), stall_s)
@@ -326,6 +327,11 @@ def describe_scorer(config: TrackedConfig, task: Task, index: ProblemIndex) -> d
 def _adapt(config: config_dict.ConfigDict, workers: int | None, overrides: Collection[str]) -> config_dict.ConfigDict:
     """Returns a valid copy with `workers` workers. Raises ConfigError."""
     adapted = config.copy_and_resolve_references()
+    if sources := list(adapted.task.sources):
+        raise ConfigError(
+            f'{SOURCES} mixes {", ".join(sorted(sources))}, and answers to one task are scored: give a config whose '
+            'section task has that task alone'
+        )
     if workers is not None:
         if _WORKERS in overrides:
             raise ConfigError(
