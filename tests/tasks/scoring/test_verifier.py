@@ -128,8 +128,9 @@ def test_mathematics_that_is_never_done_ends_at_the_deadline_and_its_worker_is_r
     started = []
     start_worker = lambda *scorer: started.append(WorkerProcess(*scorer)) or started[-1]
     judge = ProcessVerifier(
-        FakeClock(), {'': TaskScoring('areal_jax.tasks.answers.mathematics:score')}, 
-        lambda tokens: ANSWERS[tokens[0]], workers=1, deadline_s=6.0, attempts=1, memory_mb=2048, start_worker=start_worker,
+        FakeClock(), {'': TaskScoring('areal_jax.tasks.answers.mathematics:score')},
+        lambda tokens: ANSWERS[tokens[0]], workers=1, deadline_s=6.0, attempts=1, memory_mb=2048,
+        start_worker=start_worker,
     )  # fmt: skip
     request.addfinalizer(judge.close)
     judge.start()
