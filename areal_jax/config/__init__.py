@@ -36,6 +36,7 @@ from areal_jax.config.declarations import (
 )
 from areal_jax.config.fields import (
     ChoiceOrOwn,
+    Config,
     ConfigError,
     ConfigSection,
     Path,
@@ -184,7 +185,7 @@ class TrackedConfig:
             return found
         return _TrackedSection(self._config[section], section, self._read)
 
-    def list_tasks(self) -> dict[str, Any]:
+    def list_tasks(self) -> dict[str, Config]:
         """Returns the tasks of the run by source, sorted by its name; {'': the section `task`} without sources."""
         return list_tasks(self._config, self.task, self._read.add)
 

@@ -8,7 +8,6 @@ task. Every other part of the program reads the tasks of a config with `list_tas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from ml_collections import config_dict
 
@@ -37,11 +36,11 @@ class SourceTask:
       note: called with the path of each own field that is read.
     """
 
-    def __init__(self, name: str, own: Mapping[str, Any], common: Any, note: Callable[[str], object]):
+    def __init__(self, name: str, own: Config, common: Config, note: Callable[[str], object]):
         self.source, self.own = name, own
         self._common, self._note = common, note
 
-    def __getattr__(self, field: str) -> Any:
+    def __getattr__(self, field: str) -> Config:
         if field in self.own:
             self._note(f'{SOURCES}.{self.source}.{field}')
             return self.own[field]
@@ -50,8 +49,8 @@ class SourceTask:
 
 
 def list_tasks(
-    c: config_dict.ConfigDict, common: Any = None, note: Callable[[str], object] = lambda path: None
-) -> dict[str, Any]:
+    c: config_dict.ConfigDict, common: Config = None, note: Callable[[str], object] = lambda path: None
+) -> dict[str, Config]:
     """Returns the tasks of a config by source, in the order of the names; {'': the section `task`} without sources.
 
     The order decides between sources that are due at the same draw, and a config that was saved keeps no other one.
@@ -66,7 +65,7 @@ def list_tasks(
     return {name: SourceTask(name, sources[name], common, note) for name in sorted(sources)}
 
 
-def find_path(task: Any, field: str) -> str:
+def find_path(task: Config, field: str) -> str:
     """Returns where a task of `list_tasks` has the value of a field: 'task.path', or 'task.sources.gsm8k.path'."""
     own = isinstance(task, SourceTask) and field in task.own
     return f'{SOURCES}.{task.source}.{field}' if own else f'task.{field}'

@@ -12,8 +12,9 @@ import dataclasses
 import fractions
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import cast
 
+from areal_jax.files import JsonObject
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.task import PromptSet, Split, Task, TaskError
 from areal_jax.types import Prompt
@@ -74,12 +75,12 @@ class MixtureStream:
         self._next += 1
         return prompt
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The draws so far by source, with the state of each stream, and the weights that determine the order."""
         streams = {source: dict(stream.state()) for source, stream in self._streams.items()}
         return {'weights': self._weights, 'counts': dict(self._order.counts), 'streams': streams}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Continues from `state`; raises TaskError if it comes from another mixture."""
         saved = state.get('weights')
         if saved != self._weights:

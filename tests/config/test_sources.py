@@ -73,18 +73,18 @@ def test_every_field_of_a_source_is_a_field_of_the_section():
 @pytest.mark.parametrize(
     ('sources', 'words'),
     [
-        ({'b': {'weight': 0.0}}, 'task.sources.b.weight=0.0 must be above 0 and at most 1e6; to leave a source out, remove'),
+        ({'b': {'weight': 0.0}}, 'task.sources.b.weight=0.0 must be above 0 and at most 1e6; to leave a source out,'),
         ({'b': {'weight': -1}}, 'task.sources.b.weight=-1 must be above 0'),
         ({'b': {'weight': 'x'}}, "task.sources.b.weight='x' must be a number"),
         ({'b': {}}, 'task.sources.b has no weight: set task.sources.b.weight=1.0'),
-        ({'b': {'weight': 1.0, 'wieght': 2.0}}, 'task.sources.b.wieght=2.0: a source has no such field; did you mean weight'),
+        ({'b': {'weight': 1.0, 'wieght': 2.0}}, 'b.wieght=2.0: a source has no such field; did you mean weight?'),
         ({'b': {'weight': 1.0, 'verifier': 'inline'}}, "task.sources.b.verifier='inline': a source has no such field"),
         ({'b': 3}, 'task.sources.b=3 must be the fields of a source'),
         ({'b c': {'weight': 1.0}}, 'task.sources.b c: the name of a source must be letters, digits and _'),
         ({'b': {'weight': 1.0, 'name': 'jsonl'}}, "task.sources.b: task.name='jsonl' needs task.path"),
         ({'b': {'weight': 1.0, 'answer': 'any'}}, "task.sources.b.answer='any' is not known; use one of integer"),
         ({'b': {'weight': 1.0, 'path': 'https://a.b/c'}}, "task.sources.b.path='https://a.b/c'"),
-        ({'b': {'weight': 1.0, 'name': 'verifiers:x'}}, "task.sources.b.name='verifiers:x': an environment runs its own"),
+        ({'b': {'weight': 1.0, 'name': 'verifiers:x'}}, "task.sources.b.name='verifiers:x': an environment runs"),
         ({'b': {'weight': 1.0, 'show_tests': True}}, "task.sources.b: task.show_tests=True is for task.name='code'"),
     ],
 )  # fmt: skip
