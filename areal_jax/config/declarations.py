@@ -399,7 +399,7 @@ SECTIONS: Mapping[str, Section] = {
         'Prompts and rewards',
         sources=Sources(
             {},
-            'a mixture: several tasks by name, each with a weight and fields of this section of its own; '
+            'a mixture: several tasks by name, each with a weight and its own values of fields of this section; '
             'task.sources.gsm8k.weight=2.0: docs/mixtures.md',
             SOURCE_FIELDS,
         ),

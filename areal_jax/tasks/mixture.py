@@ -12,7 +12,7 @@ import dataclasses
 import fractions
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 from areal_jax.files import JsonObject
 from areal_jax.protocols import PromptStream
@@ -80,7 +80,7 @@ class MixtureStream:
         streams = {source: dict(stream.state()) for source, stream in self._streams.items()}
         return {'weights': self._weights, 'counts': dict(self._order.counts), 'streams': streams}
 
-    def restore(self, state: JsonObject) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`; raises TaskError if it comes from another mixture."""
         saved = state.get('weights')
         if saved != self._weights:

@@ -186,8 +186,9 @@ def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -
 
 
 def _name_task(group: JsonObject) -> str:
-    task = group.get('task') or 'the task'
-    return f'{group["source"]} ({task})' if 'source' in group and group.get('task') else group.get('source', task)
+    """'token_reversal'; 'short (token_reversal)' for a source of a mixture."""
+    task = str(group.get('task') or 'the task')
+    return f'{group["source"]} ({task})' if 'source' in group else task
 
 
 def render_versions(group: JsonObject, answer: JsonObject, width: int) -> str:

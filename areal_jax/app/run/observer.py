@@ -490,7 +490,10 @@ def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, f
     if scores is None:
         return {}
     row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}
-    known = {names.SAMPLED_ACCURACY: mean_sampled(scores), names.VISIBLE_ONLY_SHARE: visible_only_share(scores.labels)}
+    known: dict[str, float | None] = {
+        names.SAMPLED_ACCURACY: mean_sampled(scores),
+        names.VISIBLE_ONLY_SHARE: visible_only_share(scores.labels),
+    }
     for source, own in scores.by_source().items():
         row[f'{names.EVALUATION_OF}{source}/greedy_accuracy'] = mean_greedy(own)
         known[f'{names.EVALUATION_OF}{source}/sampled_accuracy'] = mean_sampled(own)

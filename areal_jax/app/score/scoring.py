@@ -33,7 +33,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.plugins import is_own, source_file
 from areal_jax.protocols import Event
-from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.tasks.scoring.verifier import InlineMixture, InlineVerifier, ProcessVerifier
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import Verdict
@@ -202,7 +202,7 @@ class Scoring:
         self._clock = RealClock({lanes.REWARD: config.task.verifier_workers}, EventLog(keeps=False), stall_s)
         self._supervisor = Supervisor(self._clock)
         sandbox = try_scorer_sandbox(config)
-        self._verifier: ProcessVerifier | InlineVerifier = build_verifier(
+        self._verifier: ProcessVerifier | InlineVerifier | InlineMixture = build_verifier(
             config, self._clock, task, tokenizer.decode, sandbox=sandbox
         )
         self._parts.callback(self._verifier.close)
