@@ -61,7 +61,7 @@ def _measure(metrics: Metrics, source: str) -> SourceMeasures:
     length, of_groups = _name(source, names.SOURCE_LENGTH), _name(source, names.SOURCE_GROUPS)
     return {
         'equal_rewards': _total(metrics, source, names.SOURCE_EQUAL) / groups if groups else None,
-        'reward': aggregates.ends(_with(metrics, source), _name(source, names.SOURCE_REWARD)),
+        'reward': aggregates.ends(metrics, _name(source, names.SOURCE_REWARD)),
         'answer_tokens_mean': aggregates.weighted_mean(metrics, length, of_groups),
     }
 
@@ -103,11 +103,6 @@ def _name(source: str, quantity: str) -> str:
 
 def _total(metrics: Metrics, source: str, quantity: str) -> float:
     return aggregates.total(metrics, _name(source, quantity))
-
-
-def _with(metrics: Metrics, source: str) -> Metrics:
-    """The updates whose batch has a group of the source."""
-    return [line for line in metrics if _name(source, names.SOURCE_REWARD) in line]
 
 
 def _of(scores: EvaluationScores | None, source: str) -> EvaluationScores | None:

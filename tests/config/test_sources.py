@@ -157,6 +157,8 @@ def test_a_saved_config_has_the_same_sources(parse):
     assert list(data_files(saved)) == ['task.sources.lines.path']
     saved['task']['path'] = 'common.jsonl'  # read by the source sums, if it reads a file at all
     assert list(data_files(saved)) == ['task.path', 'task.sources.lines.path']
+    saved['task']['sources']['sums']['path'] = 'b.jsonl'  # then nothing reads the common one
+    assert sorted(data_files(saved)) == ['task.sources.lines.path', 'task.sources.sums.path']
     del saved['task']['sources']
     assert list(data_files(saved)) == ['task.path']
 
