@@ -159,6 +159,8 @@ def test_a_saved_config_has_the_same_sources(parse):
     assert list(data_files(saved)) == ['task.path', 'task.sources.lines.path']
     saved['task']['sources']['sums']['path'] = 'b.jsonl'  # then nothing reads the common one
     assert sorted(data_files(saved)) == ['task.sources.lines.path', 'task.sources.sums.path']
+    saved['task']['sources']['sums']['path'] = 'hf:org/sums'  # is no file: its name has the revision
+    assert list(data_files(saved)) == ['task.sources.lines.path']
     del saved['task']['sources']
     assert list(data_files(saved)) == ['task.path']
 

@@ -34,6 +34,7 @@ from areal_jax.errors import UserError, show
 from areal_jax.events.records import fits
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
+from areal_jax.hub import is_hub_name
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.report.event_log import parse_events
 from areal_jax.telemetry.facts import EVALUATIONS
@@ -204,16 +205,14 @@ def read_starts(content: bytes, name: str) -> list[Start]:
 
 
 def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
-    """Returns the files that a config names, by field, except the files of the model."""
+    """Returns the files that a config names, by field, except the files of the model and data sets of the Hub."""
     found, simulation = {}, values.get('simulation', {})
-    has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
     sources = values['task'].get('sources', {})
-    is_read = not sources or any('path' not in source for source in sources.values())
-    if values['task']['path'] and has_task and is_read:
-        found[TASK] = pathlib.Path(values['task']['path'])
-    for name, source in sources.items():
-        if source.get('path') and has_task:
-            found[f'{SOURCES}.{name}.path'] = pathlib.Path(source['path'])
+    paths = {f'{SOURCES}.{name}.path': source['path'] for name, source in sources.items() if 'path' in source}
+    if len(paths) < max(1, len(sources)):  # else nothing reads the common one
+        paths = {TASK: values['task']['path'], **paths}
+    if not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK:
+        found = {field: pathlib.Path(path) for field, path in paths.items() if path and not is_hub_name(path)}
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
         found[SCHEDULE] = pathlib.Path(match[1])
     if file := plan_file(values.get('cluster', {}).get('reallocate', OFF)):
