@@ -86,19 +86,17 @@ def build_curve_chart(results: Results, name: str, axis: str) -> Chart | None:
     """Returns a chart of `_CURVES` over one of `_AXES`, a line for each group; None without data."""
     title, unit, is_smoothed, take = _CURVES[name]
     _, looks = group_looks(results.groups)
-    curves: dict[str, list[Curve]] = {look: [] for look in looks}  # in the order of the legend
-    for group in results.groups:
-        found = [take(result.record) for result in group.finished if result.record]
-        curves[group.name] = [curve for curve in found if len(curve.values) > 1]
-    curves = {group: found for group, found in curves.items() if found}
+    records = {group.name: [result.record for result in group.finished if result.record] for group in results.groups}
+    curves = {of: [curve for curve in map(take, records[of]) if len(curve.values) > 1] for of in looks}
+    curves = {of: found for of, found in curves.items() if found}  # in the order of the legend
     if not curves:
         return None
     window = smoothing_window(max(len(curve.values) for found in curves.values() for curve in found))
     window = window if is_smoothed else 1
     lines = []
-    for group, found in curves.items():
+    for of, found in curves.items():
         places, mean, low, high = (values.tolist() for values in band(found, axis, window))
-        lines.append(Line(f'{group} ({len(found)})', places, mean, *looks[group], lows=low, highs=high))
+        lines.append(Line(f'{of} ({len(found)})', places, mean, *looks[of], lows=low, highs=high))
     ends = '; '.join(f'{line.label} ends at {format_number(line.ys[-1])}' for line in lines)
     smoothed = f', each smoothed over {window} updates' if window > 1 else ''
     return Chart(
@@ -217,10 +215,19 @@ def _plot_overview(results: Results, path: pathlib.Path) -> bool:
 
 
 def _draw_panel(axes: Axes, chart: Chart) -> None:
-    draw_lines(axes, [mark for mark in chart.marks if isinstance(mark, Line)], band=chart.band)
+    lines = [mark for mark in chart.marks if isinstance(mark, Line)]
+    draw_lines(axes, lines, band=chart.band)
     if chart.names:
         axes.set_xticks(range(len(chart.names)), chart.names)
+        axes.margins(y=0.1)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        *below, _ = lines
+        for line in lines:
+            for place, value in zip(line.xs, line.ys, strict=True):
+                axes.annotate(
+                    format_number(value), (place, value), xytext=(0, -14 if line in below else 5),
+                    textcoords='offset points', ha='center', fontsize=9, color=line.color,
+                )  # fmt: skip
     label_axes(axes, chart.title, chart.x, chart.unit)
 
 

@@ -9,6 +9,7 @@ from areal_jax.app.sweep.endpoints import Curve, Endpoint
 from areal_jax.app.sweep.sweep_page import band, build_curve_chart, build_value_chart, draw_endpoint, write_plots
 from areal_jax.app.sweep.sweep_results import GroupResult, Results, build_results
 from areal_jax.report.pages.colors import BLUE
+from areal_jax.report.pages.figures import draw_chart, new_updates
 from areal_jax.report.pages.pictures import make_figure
 from tests.app.sweep.toy_sweep import ToySweep
 
@@ -60,6 +61,10 @@ def run_etas(directory, monkeypatch, etas, seeds=(0, 1)):
     return sweep
 
 
+def glyphs_of(chart):
+    return {type(renderer.glyph).__name__ for renderer in draw_chart(chart, new_updates()).renderers}
+
+
 def test_a_sweep_over_a_number_has_charts_by_its_values_and_a_page_with_the_verdicts(tmp_path, monkeypatch):
     sweep = run_etas(tmp_path, monkeypatch, (4.0, 0.0, 1.0))  # in another order than that of the values
     results = build_results('toy.py', sweep.arms())
@@ -77,6 +82,8 @@ def test_a_sweep_over_a_number_has_charts_by_its_values_and_a_page_with_the_verd
     # seeds differ by 0.01, etas by 0.016: rate + seed / 100 + eta * update / 1000
     np.testing.assert_allclose(np.subtract(reward.marks[0].highs, reward.marks[0].lows), 0.01)
     assert math.isclose(reward.marks[2].ys[-1] - reward.marks[0].ys[-1], 0.016)
+    assert glyphs_of(reward) == {'VArea', 'Line'}  # bands
+    assert glyphs_of(ages) == {'Segment', 'Line', 'Scatter'}  # intervals of points
     page = (sweep.workdir / 'results.html').read_text()
     for figure in (
         'reward_over_updates',
