@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import pathlib
@@ -328,7 +329,7 @@ def _tell_sections(results: Results, shown: Section) -> list[Section]:
         Section('unfinished', 'Arms that have not finished, or trained nothing', _unfinished(results)),
         Section('means', 'Means over seeds', [_means(results), note]),
         shown,
-        Section('differences', 'Differences, paired by seed', _differences(results)),
+        *_differences(results),
         Section('arms', 'Arms', [arms, meanings]),
     ]
 
@@ -407,9 +408,8 @@ def _means(results: Results) -> Table:
     return Table(('group', 'seeds', *(e.name for e in results.endpoints)), rows)
 
 
-def _differences(results: Results) -> list[Block]:
-    if not results.comparisons:
-        return []
+def _differences(results: Results) -> list[Section]:
+    """Returns a section that explains the tables, and one with a table for each outcome."""
     head = (
         *('group', 'minus', 'seeds', 'difference', 't', 'BCa', 'p', 'p (Holm)', 'verdict'),
         *('r', 'standard error smaller by'),
@@ -421,22 +421,23 @@ def _differences(results: Results) -> list[Block]:
         '"by this interval alone" if p after Holm is 0.05 or more. r: correlation over seeds; the standard error is '
         'smaller than with seeds of its own for each arm by the factor in the last column.'
     )
-    blocks: list[Block] = [Text(text)]
+    sections = [Section('differences', 'Differences, paired by seed', [Text(text)])] if results.comparisons else []
     for endpoint in results.outcomes:
         found = [comparison for comparison in results.comparisons if comparison.endpoint == endpoint.name]
         if found:
             rows = [_difference_row(comparison) for comparison in found]
-            blocks += [Text(f'### {endpoint.name}'), Text(_count_verdicts(found)), Table(head, rows)]
-            blocks.append(Text(describe_pairing([c.difference.pairing for c in found if c.difference.pairing])))
-    return blocks
+            pairing = describe_pairing([c.difference.pairing for c in found if c.difference.pairing])
+            blocks: list[Block] = [Text(_count_verdicts(found)), Table(head, rows), Text(pairing)]
+            sections.append(Section(endpoint.name, f'Differences in {endpoint.name}', blocks))
+    return sections
 
 
 def _count_verdicts(comparisons: Sequence[Comparison]) -> str:
-    """Returns 'Of 15 pairs 13 show no difference; eta8 is lower than eta0.'"""
-    without = sum(one.verdict == NO_DIFFERENCE for one in comparisons)
-    decided = [one for one in comparisons if one.verdict in (HIGHER, LOWER)]
-    told = '; '.join(f'{one.group} is {one.verdict} than {one.baseline}' for one in decided)
-    return f'Of {len(comparisons)} pairs {without} show no difference{f"; {told}" if told else ""}.'
+    """Returns 'no difference shown: 13 of 15 pairs; eta8 is lower than eta0', for example."""
+    counts = collections.Counter(one.verdict for one in comparisons if one.verdict not in (HIGHER, LOWER))
+    decided = [f'{one.group} is {one.verdict} than {one.baseline}' for one in comparisons if one.verdict not in counts]
+    undecided = [f'{verdict}: {count} of {len(comparisons)} pairs' for verdict, count in counts.items()]
+    return '; '.join([*undecided, *decided])
 
 
 def _difference_row(comparison: Comparison) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def _new_upright(chart: Chart, updates: DataRange1d) -> Figure:
     if chart.names:
         _name_places(made.xaxis, chart.names)
     else:  # x is an update, an age or a version
-        made.xaxis.ticker = BasicTicker(min_interval=1)
+        made.xaxis.ticker = BasicTicker(min_interval=1, desired_num_ticks=5)
         made.xaxis.formatter = NumeralTickFormatter(format='0')
     return made
 
