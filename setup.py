@@ -20,7 +20,10 @@ AGENTS = ['mcp>=2.3,<3', 'openai>=2', 'pyzmq>=26', 'msgpack>=1.1', 'renderers>=0
 ENERGY = ['nvidia-ml-py>=12']  # energy counters of GPUs
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 HUB = [*PUSH, 'pyarrow>=18']  # models and data sets by name; Parquet
-DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
+DOCS = [
+    *('sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6', 'sphinx-design>=0.6', 'sphinx-copybutton>=0.5'),
+    'latex2mathml>=3.77',  # formulas without a script
+]
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
 VERSION_FILE = HERE / 'areal_jax' / 'installation.py'

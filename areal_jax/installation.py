@@ -88,7 +88,7 @@ def _list_requirements(extra: str) -> list[str]:
     return [name.strip() for name, _, marker in split if re.search(rf"""extra == ['"]{extra}['"]""", marker)]
 
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 _PACKAGE = pathlib.Path(__file__).parent
 _SUFFIXES = ('.py', '.cc', '.h')
 _DIGITS = 12
@@ -96,7 +96,7 @@ _DIGITS = 12
 
 @functools.cache
 def read_code_version() -> str:
-    """'0.1.0+1f0c52b6a9de': the release, and a sha256 over the names and bytes of the package's sources.
+    """'0.2.0+1f0c52b6a9de': the release, and a sha256 over the names and bytes of the package's sources.
 
     The sources are read at the first call: call it when the process starts, before someone edits them.
     """

@@ -232,7 +232,7 @@ class TrajectoryGroup:
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing/.
+    """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing.py.
 
     A row holds segments. Token q sees token k of its row if k <= q and k's segment is q's own or q's parent. In
     ordinary packing a segment is its own parent; in shared-prompt packing the parent of each answer is the group's

@@ -50,7 +50,7 @@ def run_cell(cell: Cell, turns: int) -> list[dict[str, Any]]:
     sides: dict[str, Side] = {}
     try:
         for name, program in programs.items():
-            sides[name] = Side(program.python, program.module, program.arguments)
+            sides[name] = Side(program.python, program.module, program.arguments, program.checkout)
         calls = ask_in_turns(sides, 1 if cell.count else turns)
         facts = {name: side.facts() for name, side in sides.items()}
     finally:

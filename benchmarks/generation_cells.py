@@ -39,11 +39,12 @@ SMALL_SLOTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A side before it is started: sides.Side(python, module, arguments)."""
+    """A side before it is started: sides.Side(python, module, arguments, checkout)."""
 
     python: str
     module: str
     arguments: Mapping[str, Any]
+    checkout: pathlib.Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)

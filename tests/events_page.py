@@ -12,7 +12,8 @@ from areal_jax.events.records import Field
 PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'events.md'
 _HEAD = f"""# The event log
 
-`{events.FILE}` in the workdir has one JSON object a line. This page is made from `areal_jax/events/schema.py` by
+After this page you can read what happened in a run, event by event: `{events.FILE}` in the workdir has one JSON object
+a line, and `areal-check-log WORKDIR/{events.FILE}` checks it. The page is made from `areal_jax/events/schema.py` by
 `python -m tests.events_page`; the schema has version {events.VERSION}.
 
 A log without the event `log` has version 1: each start of the program counts its runs from 0 there. Kinds and optional

@@ -15,9 +15,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 LOG = sorted(ROOT.glob('docs/log/20*.md'), reverse=True)  # a page a month, which says what was
 PAGES = [
     page
-    for page in (ROOT / 'README.md', *ROOT.glob('docs/**/*.md'))
+    for page in (*ROOT.glob('*.md'), *ROOT.glob('docs/**/*.md'))
     if page not in LOG and page.name != 'report.md'  # made by a run
 ]
+WRITTEN_BY_RUNS = ('results.md', 'study.md')  # in folders of docs/ that hold what a command wrote
+OF_OTHERS = ('pytest', 'venv', 'build')  # modules that pages call with python -m
+OPENING = re.compile(r'# .+\n\n(After this (page|note) you |With (this|these) |From here you )')
 OF_A_RUN = (
     'runs/',
     'tensorboard/',
@@ -67,11 +70,14 @@ def faults(text: str, page: pathlib.Path) -> list[str]:
             declared for declared in FIELDS if declared == name or (name.endswith('_') and declared.startswith(name))
         ]
         wrong += [] if known or section not in SECTIONS or field in ('py', 'md') else [name]
+    for words in re.findall(r'python -m pytest ([^`\n]+)', text):
+        tests = [word for word in words.split() if word.startswith('tests/')]
+        wrong += [test for test in tests if not (ROOT / test.partition('::')[0]).exists()]
     for module in re.findall(r'python -m ([\w.]+)', text):
         # an installation has launch/ inside the package
         parts = pathlib.Path(*re.sub(r'^areal_jax\.launch\.', 'launch.', module).split('.'))
         known = [ROOT / parts.with_suffix('.py'), ROOT / parts / '__main__.py']
-        wrong += [] if module.split('.')[0] in ('pytest', 'venv') or any(p.exists() for p in known) else [module]
+        wrong += [] if parts.parts[0] in OF_OTHERS or any(path.exists() for path in known) else [module]
     return wrong
 
 
@@ -83,6 +89,13 @@ def test_what_a_page_names_exists(page):
 @pytest.mark.parametrize('page', LOG, ids=lambda page: page.name)
 def test_links_of_the_log_resolve(page):
     assert broken_links(page.read_text(), page) == []
+
+
+def test_the_first_sentence_says_what_a_reader_can_do_after_it():
+    docs = ROOT / 'docs'
+    pages = [page for page in PAGES if page.parent == docs or page.name not in WRITTEN_BY_RUNS]
+    assert [str(page) for page in pages if page.parent != ROOT and not OPENING.match(page.read_text())] == []
+    assert not OPENING.match('# A page\n\nThis page explains a thing.\n')
 
 
 def test_the_index_of_the_log_has_every_entry():
@@ -104,6 +117,8 @@ def test_the_index_of_the_log_has_every_entry():
         ('`run.steps`, --config.learner.layers=list, `task.verifier_*`', []),
         ('`mesh.fsdp=4` is gone, `rollout.engines=2` too', ['rollout.engines']),
         ('python -m areal_jax.main_report, python -m checks.chaos', []),
+        ('python -m pytest -n 0 tests/learning/test_packing.py', []),
+        ('python -m pytest tests/learning/test_absent.py', ['tests/learning/test_absent.py']),
         ('python -m areal_jax.main_absent', ['areal_jax.main_absent']),
         ('python -m areal_jax.launch.local', []),
         ('python -m areal_jax.launch.absent', ['areal_jax.launch.absent']),

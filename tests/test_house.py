@@ -16,6 +16,7 @@ PACKAGE = pathlib.Path(areal_jax.__file__).parent
 PRIVATE_NAMES = ROOT / 'docs' / 'design' / 'private_names.md'
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 700, 80, 400
 MOST_ANY = 335  # `Any` is for trees of arrays; everything else has a type
+WITHOUT_TWIN = {pathlib.Path('gpu'), pathlib.Path('rollout/http/agents')}  # folders of tests: of a machine, of programs
 MOST_PRIVATE = 26  # accesses of tests to private names of other objects: a public name or result shows the same
 OF_OTHERS = {'_replace', '_asdict', '_fields', '_make', '_exit', '_getframe'}  # documented: namedtuple, os, sys
 SYNCED = 'os.fsync(self._file.fileno())'  # stands in LineWriter.sync
@@ -129,6 +130,12 @@ def test_any_is_for_trees_of_arrays():
 
 def test_one_version():
     assert importlib.metadata.version('areal_jax') == areal_jax.__version__
+
+
+def test_folders_of_tests_are_folders_of_the_code():
+    folders = {path.parent.relative_to(ROOT / 'tests') for path in (ROOT / 'tests').rglob('test_*.py')} - WITHOUT_TWIN
+    assert [str(folder) for folder in folders if not (PACKAGE / folder).is_dir() and not (ROOT / folder).is_dir()] == []
+    assert [str(folder) for folder in WITHOUT_TWIN if not (ROOT / 'tests' / folder).is_dir()] == []
 
 
 def test_tests_use_public_names():

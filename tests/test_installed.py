@@ -28,7 +28,8 @@ def clone(tmp_path_factory):
     folder.mkdir()
     copy_files(folder)
     others = ('tests/toys.py', 'docs/config.md', 'benchmarks/report.py', 'checks/README.md', 'third_party/README.md')
-    for name in ('MANIFEST.in', *others):
+    files = (path.name for path in ROOT.iterdir() if path.suffix in ('.md', '.cff', '.in'))
+    for name in (*files, *others, '.ci/run', '.github/workflows/tests.yml'):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for name in BESIDE:  # as after a run

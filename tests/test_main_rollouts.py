@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax import main_rollouts
 from areal_jax.telemetry.rollout_views import ORDERS
-from tests.telemetry.rollouts.test_writer import write
+from tests.telemetry.test_rollout_writer import write
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -300,7 +300,7 @@ def find_width() -> int:
 
 
 def describe_version() -> str:
-    """'areal_jax 0.1.0 (commit 1f0c52b6a9de), jax 0.10.2, python 3.11.9'."""
+    """'areal_jax 0.2.0 (commit 1f0c52b6a9de), jax 0.10.2, python 3.11.9'."""
     import importlib.metadata  # imported here, as the next two: half of the time of a --help
     import platform
 

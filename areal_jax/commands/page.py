@@ -18,7 +18,8 @@ from areal_jax.commands.command import (
 COMMAND_LINE = 'python -m areal_jax.commands.page > docs/commands.md'
 _HEAD = f"""# Every command
 
-This page is made from the `COMMAND` of each command by `{COMMAND_LINE}`. It has what `--help` shows.
+After this page you can call any command: it has what `--help` shows, made from the `COMMAND` of each command by
+`{COMMAND_LINE}`.
 
 `python -m areal_jax` lists the commands. `python -m areal_jax train ...` is `areal-train ...`, also where no scripts
 are installed. Every command answers `--help` and `--version`, without loading JAX. A command with `--config` takes

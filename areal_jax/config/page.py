@@ -15,7 +15,8 @@ from areal_jax.errors import suggest
 COMMAND = 'python -m areal_jax.config.page > docs/config.md'
 _HEAD = f"""# Every field of the config
 
-This page is made from [`areal_jax/config/declarations.py`](../areal_jax/config/declarations.py) by `{COMMAND}`.
+After this page you can set any field of a run; `areal-config WORD` prints the fields that match a word. It is made from
+[`areal_jax/config/declarations.py`](../areal_jax/config/declarations.py) by `{COMMAND}`.
 
 An experiment file starts from `areal_jax.config.default_config()` and sets what differs; the command line sets any
 field with `--config.SECTION.FIELD=VALUE`. In the last column, a word before a colon names the choice, the task

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_parts.energy [--tiny] OUT
 
-`answers` is kept as the fixture of tests/telemetry/energy/test_meters.py.
+`answers` is kept as the fixture of tests/telemetry/test_energy_meters.py.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def test_clients_share_the_bodies():
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'says'), [(['--rows=4'], '4'), (['--rows=1'], '--vllm_python'), (['--vllm_modes=fast'], 'fast')]
+    ('arguments', 'says'),
+    [(['--rows=5'], '5'), (['--rows=4'], '--before'), (['--rows=1'], '--vllm_python'), (['--vllm_modes=fast'], 'fast')],
 )
 def test_options_that_cannot_be_are_refused(arguments, says):
     with pytest.raises(UserError, match=says):

@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.distributed.averaged_learner import Average, AveragedLearner, AverageError, Averages, ClientSettings
 from areal_jax.sharding.rules import make_mesh
-from tests.learning.blockwise.examples import (
+from tests.learning.block_examples import (
     DECODER,
     FIRST_GROUPS,
     PARAMS,

@@ -103,6 +103,19 @@ def test_no_environment_is_made_without_its_python_or_room(tmp_path, kind):
     assert (code, 'holds other files' in said) == (2, True), said
 
 
+def test_an_environment_of_uv_gets_the_pip_that_it_lacks(tmp_path):
+    python, calls = tmp_path / '.venv' / 'bin' / 'python', tmp_path / 'calls'
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\necho "$2 $3" >>{calls}\n[ "$2" != pip ] || grep -q ensurepip {calls}\n')
+    python.chmod(0o755)
+    (tmp_path / 'setup.py').touch()
+    script = f'set -euo pipefail; source {ROOT}/launch/environment.sh; cd {tmp_path}; make_environment dev'
+    code, said = run('-c', script, AREAL_JAX_PYTHON='')
+    assert code == 0, said
+    assert calls.read_text().splitlines()[:3] == ['pip --version', 'ensurepip ', 'pip --disable-pip-version-check']
+    assert (tmp_path / '.venv' / 'installed').read_text().startswith('dev ')
+
+
 @pytest.mark.parametrize('kind', ENVIRONMENTS)
 def test_an_environment_that_is_made_is_left_alone(tmp_path, kind):
     (tmp_path / 'installed').write_text(f'{ENVIRONMENTS[kind][1]}\n')

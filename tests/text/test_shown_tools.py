@@ -31,7 +31,7 @@ from areal_jax.tasks.demonstrations import read_demonstrations, read_pairs
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.chat_template import ConversationError, ToolsNotShownError, require_shown
 from areal_jax.text.tokenizer import CharacterTokenizer
-from tests.agents.gateway import rig
+from tests.agents import gateway_rig as rig
 from tests.agents.test_dialogue import BUDGETS, PROMPT, SAMPLING
 from tests.agents.toy_format import ToyPool
 from tests.text.test_extension import HERMES, build

@@ -19,7 +19,7 @@ from areal_jax.telemetry.energy_meters import DeviceSet
 from areal_jax.telemetry.trackers import TRACKERS
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, small_config, start_killed_and_resumed
-from tests.telemetry.energy.drivers import FakeNvml, write_zone
+from tests.telemetry.energy_drivers import FakeNvml, write_zone
 from tests.telemetry.fake_trackers import install
 
 

@@ -11,7 +11,7 @@ from areal_jax.learning.blockwise import BlockLearner
 from areal_jax.native.compiled_library import is_available
 from areal_jax.report.report import FILE
 from tests.app.small import SmallRun, equal, start_killed_and_resumed
-from tests.learning.blockwise.examples import leaves_of
+from tests.learning.block_examples import leaves_of
 
 BLOCKS = {'optimizer__blocks': 3, 'optimizer__block_order': 'shuffled'}
 

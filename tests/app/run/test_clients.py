@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.distributed.averaged_learner import AverageError
 from tests.app.small import SmallRun, equal, train_until_killed
-from tests.learning.blockwise.examples import leaves_of
+from tests.learning.block_examples import leaves_of
 
 FIELDS = {
     'run__steps': 6, 'optimizer__blocks': 3, 'learner__filter_equal_rewards': False, 'loss__entropy_coefficient': 0.1,

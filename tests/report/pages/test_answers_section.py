@@ -9,8 +9,8 @@ import pytest
 
 from areal_jax.report.pages.blocks import Absent, Table, Text
 from areal_jax.report.pages.html_page import choose_samples, tell_answers
-from tests.telemetry.rollouts.test_views import answer, group
-from tests.telemetry.rollouts.test_writer import write
+from tests.telemetry.test_rollout_views import answer, group
+from tests.telemetry.test_rollout_writer import write
 
 
 def test_best_and_worst_of_three_updates():

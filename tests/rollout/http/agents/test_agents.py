@@ -16,7 +16,7 @@ import pytest
 from areal_jax.agents.dialogue import NotationParser, TokenizerFormat
 from areal_jax.agents.programs.program_host import CommandHost
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
-from tests.agents.gateway.rig import SAMPLING, Run
+from tests.agents.gateway_rig import SAMPLING, Run
 from tests.agents.toy_format import ToyPool
 from tests.rollout.http.server.scripted import ScriptedServer
 from tests.text.test_extension import HERMES, build

@@ -14,7 +14,7 @@ from areal_jax.rollout.http.wire import chat, completions, control, messages, re
 from areal_jax.rollout.http.wire.bodies import Body, describe, read
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.text.tokenizer import CharacterTokenizer
-from tests.agents.gateway import rig as gateway_rig
+from tests.agents import gateway_rig
 from tests.rollout.http.server.examples import examples_of, parser_of
 from tests.rollout.http.server.rig import ToyServer
 from tests.rollout.http.server.test_malformed import BODIES as ALL_BODIES

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from areal_jax.telemetry.energy_meters import POWER, MeterError, NvmlMeter, RaplMeter, open_nvml
-from tests.telemetry.energy.drivers import MICRO, FakeNvml, write_zone
+from tests.telemetry.energy_drivers import MICRO, FakeNvml, write_zone
 
 
 def test_rapl_sums_packages_and_leaves_out_their_parts_and_the_platform(tmp_path: pathlib.Path):

@@ -14,7 +14,7 @@ import zmq
 from areal_jax.agents.environment_host import EnvironmentHost
 from areal_jax.agents.programs.program_host import Ending, Job
 from areal_jax.tasks.environments.verifiers_task import PROGRAM_FILE, describe_environment
-from tests.agents.gateway.rig import PROMPT, Run
+from tests.agents.gateway_rig import PROMPT, Run
 from tests.agents.programs.loop_thread import is_alive, wait_for
 from tests.agents.toy_format import ids_of
 

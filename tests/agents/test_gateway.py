@@ -19,8 +19,8 @@ from areal_jax.control.episode import Call
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.types import NOT_GENERATED, Segment
-from tests.agents.gateway import rig
-from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
+from tests.agents import gateway_rig as rig
+from tests.agents.gateway_rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
 from tests.agents.test_dialogue import saved
 from tests.agents.toy_format import SlowPool, ToyFormat, ids_of, result, user
 

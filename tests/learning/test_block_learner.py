@@ -12,7 +12,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh, path_name
-from tests.learning.blockwise.examples import (
+from tests.learning.block_examples import (
     GROUPS,
     assert_bit_equal,
     leaves_of,
