@@ -42,7 +42,7 @@ TRAINER = 'areal_jax.main_train'
 SEED = 'run.seed'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._=+-]*')
 # files next to the workdirs of the arms
-_RESERVED = ('plots', 'sweep.json', 'results.csv', 'results.md', 'differences.csv')
+_RESERVED = ('plots', 'sweep.json', 'results.csv', 'results.md', 'results.html', 'differences.csv')
 _SEED_IN_NAME = re.compile(r'[-_.]?seed[-_=]?\d+')
 _PURPOSE = "which returns {name of an arm: {'section.field': value}}"
 Overrides: TypeAlias = Mapping[str, Value]
