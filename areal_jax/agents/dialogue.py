@@ -562,7 +562,8 @@ class Dialogue:
         reply, unparsed = self._format.parse(ids, tools, f'call_{self.episode.calls.index(call)}')
         calls = reply.get('tool_calls')
         called = len(calls) if isinstance(calls, list) else 0
-        self.episode.count(tool_calls=called, unparsed=unparsed, **_count_by_tool(calls if called else (), tools))
+        by_tool = _count_by_tool(calls if isinstance(calls, list) else (), tools)
+        self.episode.count(tool_calls=called, unparsed=unparsed, **by_tool)
         if one_tool_call and called > 1:
             assert isinstance(calls, list)
             reply = {**reply, 'tool_calls': calls[:1]}
@@ -588,7 +589,7 @@ def _count_by_tool(calls: Iterable[Message], tools: Tools) -> dict[str, int]:
     return dict(found)
 
 
-def fits_definition(arguments: object, function: Mapping[str, Any]) -> bool:
+def fits_definition(arguments: object, function: JsonObject) -> bool:
     """Whether the arguments, JSON in a text, have the required parameters, of the declared types, and no others."""
     given, parameters = read_arguments(arguments), function.get('parameters')
     if not isinstance(given, dict) or not isinstance(parameters, Mapping):
@@ -605,10 +606,10 @@ def _has_type(value: object, declared: object) -> bool:
     return wanted is None or (isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)))
 
 
-def _function(tool: Mapping[str, object]) -> Mapping[str, Any]:
+def _function(tool: Mapping[str, object]) -> JsonObject:
     """The function of a tool or of a call in the form of OpenAI's chat."""
     function = tool.get('function')
-    return function if isinstance(function, Mapping) else {}
+    return dict(function) if isinstance(function, Mapping) else {}
 
 
 async def _describe_result(tool: Callable[[], Awaitable[str]], deadline_s: float, most_bytes: int) -> dict[str, object]:

@@ -107,7 +107,7 @@ def _share_rows(what: str, counts: Mapping[str, int], total: int) -> list[tuple[
 
 
 def _tool_rows(name: str, tool: ToolSummary) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     if tool['written']:
         fit = f'{format_percent(tool["well_formed"] / tool["written"])} fit its definition'
         rows.append((f'calls of {name} in answers', str(tool['written']), fit))

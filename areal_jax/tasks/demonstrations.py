@@ -348,7 +348,7 @@ def _encode_turns(
         if between := for_template(turns[place + 1 : following]):
             tokens = tokenizer.extend_chat(between, tools, closed_by=tokenizer.eos_id)
             if tokens is None:
-                roles = ', '.join(turn['role'] for turn in between)
+                roles = ', '.join(str(turn['role']) for turn in between)
                 raise TaskError(
                     f'{source}: turns of {roles} after a trained turn: only results of tools and then at most one turn '
                     'of the user may be there, and the chat template must write them without changing earlier turns'
@@ -380,7 +380,7 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     for prompt in (stream.draw() for _ in range(stream.size)):  # the first epoch: each once
         source = f'{task.name}: {prompt.problem.get("question", dict(prompt.problem))!r}'
         if 'messages' in prompt.problem:
-            demonstrations.append(_encode_conversation(prompt.problem, source, tokenizer))
+            demonstrations.append(_encode_conversation(dict(prompt.problem), source, tokenizer))
             continue
         if 'answer' not in prompt.problem:
             raise TaskError(f'{source} has no answer to imitate; use task.name=jsonl with task.path')
