@@ -298,7 +298,7 @@ MUTATIONS = [
     Mutation(
         'experts on a mesh: gather them all',
         'areal_jax.models.experts:make_mix',
-        "_divides(mesh, 'expert', gate.shape[0])",
+        "_divides(mesh, 'expert', len(down))",
         'None',
         'tests/models/test_experts.py',
     ),

@@ -57,7 +57,7 @@ from areal_jax.config.training import DiagnosticsSection, LearnerSection, Optimi
 # The section `model` of the config, and the rules of its fields.
 
 
-EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe')  # of random models
+EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss')  # of random models
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
@@ -76,9 +76,9 @@ MODEL_FIELDS: dict[str, Field] = {
     'characters': Text('', "random: one token each; '' = those of the task token_reversal"),
     'family': Choice(
         'llama',
-        ('llama', 'qwen2', 'qwen3', *EXPERT_FAMILIES, 'plain'),
+        ('llama', 'qwen2', 'qwen3', 'olmo3', 'smollm3', 'gemma3_text', *EXPERT_FAMILIES, 'plain'),
         'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k; plain = learned positions, ReLU, no final norm; '
-        'with experts: docs/moe.md',
+        'with experts: docs/moe.md; windows have a quarter of the longest sequence',
     ),
     'outputs': Choice('all', ('all', 'symbols'), 'plain: tokens of an answer; symbols = token_reversal'),
     'n_layers': Integer(2, COUNT, 'random: layers of the decoder'),

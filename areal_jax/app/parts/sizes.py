@@ -326,7 +326,7 @@ def _sample(shape: ModelConfig) -> ModelConfig:
     experts = shape.experts and dataclasses.replace(
         shape.experts, dense_layers=(0,) if shape.experts.dense_layers else ()
     )
-    return dataclasses.replace(shape, n_layers=len(_repeats(shape)), first_window_layer=0, experts=experts)
+    return dataclasses.replace(shape, n_layers=len(_repeats(shape)), kinds=shape.kinds[:1], experts=experts)
 
 
 def _repeats(shape: ModelConfig) -> tuple[int, ...]:
