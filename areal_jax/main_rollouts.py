@@ -29,7 +29,7 @@ def _show(options: argparse.Namespace) -> int:
 
     workdir = pathlib.Path(options.workdir)
     records = _read(workdir)
-    groups = rollout_views.select_groups(records, options.step, options.draw)
+    groups = rollout_views.select_groups(records, options.step, options.draw, options.source)
     if options.page is not None:
         print(_write_page(workdir, groups, options))
         return ExitCode.FINISHED
@@ -137,6 +137,7 @@ def _build_parser() -> Parser:
     parser.add_argument('workdir', metavar='RUN', type=local_path, help='The workdir of a run or of an evaluation.')
     parser.add_argument('--step', type=int, help='Only of this update.')
     parser.add_argument('--draw', type=int, help='Only this group, in full.')
+    parser.add_argument('--source', help='Only of this source of a mixture (task.sources).')
     parser.add_argument('--sample', help='Only this answer of the group, in full.')
     parser.add_argument('--group', action='store_true', help='Groups in full, with their prompts, not a table.')
     parser.add_argument('--diff', action='store_true', help='Best and worst of a group side by side; or by version.')
@@ -155,7 +156,8 @@ COMMAND = Command(
     program='areal-rollouts',
     purpose='Shows the answers that a run keeps, with rewards, advantages, ages and versions; also while it runs.',
     usage=(
-        'RUN [--step=N] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] [--page[=FILE]] [--json]',
+        'RUN [--step=N] [--source=NAME] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] '
+        '[--page[=FILE]] [--json]',
     ),
     flags=_build_parser,
     examples="""

@@ -119,9 +119,11 @@ def _run_all(
 
 
 def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Results:
-    """Writes results.csv, differences.csv, results.md and, if matplotlib is installed, the plots."""
-    from areal_jax.app.sweep.sweep_results import FILE, build_results, render_page, write_tables
+    """Writes results.csv, differences.csv, results.md and, if their libraries are installed, plots and results.html."""
+    from areal_jax.app.sweep.sweep_page import FILE, PAGE, render_html, render_page, write_plots
+    from areal_jax.app.sweep.sweep_results import build_results, write_tables
     from areal_jax.files import write_text
+    from areal_jax.report.pages.web_page import describe_missing_library
 
     results = build_results(source, arms)
     write_tables(results, workdir)
@@ -129,16 +131,18 @@ def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Re
     if importlib.util.find_spec('matplotlib') is None:
         print(f'no plots: {describe_install("plots")}', file=sys.stderr)
     else:
-        from areal_jax.app.sweep.sweep_results import write_plots
-
         pictures = write_plots(results, workdir)
     write_text(workdir / FILE, render_page(results, pictures))
+    if missing := describe_missing_library(PAGE):
+        print(missing, file=sys.stderr)
+    else:
+        write_text(workdir / PAGE, render_html(results))
     return results
 
 
 def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped: bool) -> int:
     """Prints a summary and returns the exit code; raises UserError for failed arms."""
-    from areal_jax.app.sweep.sweep_results import FILE, describe_missing, summarize_sweep
+    from areal_jax.app.sweep.sweep_page import FILE, describe_missing, summarize_sweep
 
     print('\n'.join(summarize_sweep(results, workdir)) if sys.stdout.isatty() else workdir / FILE, flush=True)
     if is_stopped:

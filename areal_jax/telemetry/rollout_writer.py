@@ -50,6 +50,7 @@ def describe_group(update: int, group: TrajectoryGroup, tokens: Sequence[TokenAr
         'update': update,
         'draw': group.draw,
         'task': prompt.task,
+        **({'source': prompt.source} if prompt.source else {}),
         'trained': bool(tokens),
         'prompt': _describe_prompt(prompt.tokens, split),
         'problem': plain(prompt.problem),

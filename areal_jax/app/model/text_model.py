@@ -13,9 +13,11 @@ from areal_jax import files
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten, validate
+from areal_jax.config.declarations import set_free
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.near_names import with_former
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.sources import SOURCES
 from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
@@ -59,10 +61,13 @@ def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
         raise ConfigError(f'{field}={path!r} is a simulation, which has no weights: name a run of areal-train')
     config = default_config()
     known = dict(flatten(config))
-    saved = {name: value for name, value in flatten(with_former(values)) if name.startswith(_READ) and name in known}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in flatten(with_former(values))}
+    for name in given:
+        if name.startswith(f'{SOURCES}.'):
+            set_free(config, name, given[name])
     try:
         config.update_from_flattened_dict(
-            {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+            {name: value for name, value in given.items() if name.startswith(_READ) and name in known}
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
@@ -238,7 +243,7 @@ def hf_directory(config: TrackedConfig, *, weights: bool = False) -> pathlib.Pat
 
 
 def character_tokenizer(config: TrackedConfig) -> CharacterTokenizer:
-    known = config.model.characters or characters(config.task.symbols)
+    known = config.model.characters or characters(max(task.symbols for task in config.list_tasks().values()))
     return CharacterTokenizer(known, has_eos=config.model.outputs == 'all')
 
 

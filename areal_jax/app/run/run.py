@@ -20,6 +20,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.host import LearnerAround, UsedDevices, build_feed, build_tracker, headline
+from areal_jax.app.parts.task_builder import require_known_tasks
 from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.process.setup import require_extras
 from areal_jax.app.run.observer import Compilations
@@ -51,7 +52,6 @@ from areal_jax.protocols import Channel, Learner, Pool
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, ResourceSampler
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.hook import FIELD as HOOK
@@ -470,7 +470,7 @@ def require_sound(config: config_dict.ConfigDict) -> None:
     """Raises UserError for a config that breaks its rules, for a missing package, and for an unknown task."""
     validate(config)
     require_extras(config)
-    require_known(config.task.name)
+    require_known_tasks(config)
 
 
 class Program(Protocol):

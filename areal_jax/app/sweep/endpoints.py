@@ -39,6 +39,7 @@ class ArmRecord:
 
     reward: Curve  # mean of each batch
     evaluation: Curve  # held-out score before, during and after training
+    age: Curve  # mean age of the trained tokens of each batch, in versions
     tokens: float  # trained
     seconds: float  # of the clock, to the last update
     report: files.JsonObject
@@ -70,16 +71,20 @@ def read_record(metrics: Sequence[Line], report: files.JsonObject) -> ArmRecord:
     """Returns the record of one arm, from the lines of metrics.jsonl and from report.json."""
     tokens = list(itertools.accumulate(number(line, names.TOKENS_TRAINED) or 0.0 for line in metrics))
     seconds = [number(line, names.TIME) or 0.0 for line in metrics]
-    rewards = [number(line, names.REWARD_MEAN) for line in metrics]
-    rows = [
-        (float(update), trained, second, reward)
-        for update, (trained, second, reward) in enumerate(zip(tokens, seconds, rewards, strict=True), start=1)
-        if reward is not None
-    ]
     at = {0: (0.0, 0.0)} | dict(enumerate(zip(tokens, seconds, strict=True), start=1))
-    scored = [(version, *at[version], score) for version, score in _scores(report) if version in at]
+
+    def curve(metric: str) -> Curve:
+        known = ((update, number(line, metric)) for update, line in enumerate(metrics, start=1))
+        return _curve([(update, *at[update], value) for update, value in known if value is not None])
+
     return ArmRecord(
-        _curve(rows), _curve(scored), tokens[-1] if tokens else 0.0, seconds[-1] if seconds else 0.0, report, metrics
+        reward=curve(names.REWARD_MEAN),
+        evaluation=_curve([(version, *at[version], score) for version, score in _scores(report) if version in at]),
+        age=curve(names.TOKEN_AGE_MEAN),
+        tokens=tokens[-1] if tokens else 0.0,
+        seconds=seconds[-1] if seconds else 0.0,
+        report=report,
+        metrics=metrics,
     )
 
 
@@ -137,8 +142,8 @@ def _held_out_nll(record: ArmRecord, horizon: Horizon) -> float | None:
     return measured[max(measured, key=int)] if measured else None
 
 
-def _token_age(record: ArmRecord, horizon: Horizon) -> float | None:
-    return record.report.get('token_age', {}).get('mean')
+def _of_report(section: str, key: str) -> Callable[[ArmRecord, Horizon], float | None]:
+    return lambda record, horizon: (record.report.get(section) or {}).get(key)
 
 
 def _mean_of_evaluations(axis: str) -> Callable[[ArmRecord, Horizon], float | None]:
@@ -192,7 +197,13 @@ ENDPOINTS = (
         _mean_of_evaluations('seconds'),
     ),
     Endpoint('held_out_nll', 'nats per held-out answer token (supervised training)', _held_out_nll),
-    Endpoint('token_age', 'mean age of the trained tokens, in versions', _token_age, is_outcome=False),
+    Endpoint('token_age', 'mean age of the trained tokens, in versions', _of_report('token_age', 'mean'), False),
+    Endpoint('token_age_max', 'age of the oldest trained token', _of_report('token_age', 'max'), False),
+    Endpoint(
+        'tokens_per_second',
+        'trained tokens by seconds of the clock, without evaluations',
+        _of_report('throughput', 'train_tokens_per_second'),
+    ),
     Endpoint('tokens', 'trained', lambda record, horizon: record.tokens, is_outcome=False),
     Endpoint('seconds', 'of the clock, to the last update', lambda record, horizon: record.seconds, is_outcome=False),
 )

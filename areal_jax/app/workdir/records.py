@@ -20,7 +20,7 @@ from areal_jax import files
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
-from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.declarations import FIELDS, find_free, set_free
 from areal_jax.config.declarations import TASK as PROMPTS_OF_TASK
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import CHANNEL, SERVER
@@ -28,6 +28,7 @@ from areal_jax.config.near_names import read_saved, require_saved, unknown_field
 from areal_jax.config.objectives import FIELD as OBJECTIVE
 from areal_jax.config.objectives import find_objective, is_policy
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.sources import SOURCES, find_path, list_tasks
 from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.errors import UserError, show
 from areal_jax.events.records import fits
@@ -88,18 +89,21 @@ def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> Non
 
 def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
     """Yields (field, spec) for each own function."""
-    fields = ['task.name', 'telemetry.hook']
-    fields.append(OBJECTIVE)
-    if find_objective(config.loss.objective).generates:
-        fields += ['task.reward', 'rollout.workflow', SERVER, CHANNEL]
+    generates = find_objective(config.loss.objective).generates
+    fields = ['telemetry.hook', OBJECTIVE]
+    if generates:
+        fields += ['rollout.workflow', SERVER, CHANNEL]
     if is_policy(config.loss.objective):
         fields.append('loss.advantage')
-    for field in fields:
-        section, _, name = field.partition('.')
-        spec = config[section][name]
+    named = {field: config[field.partition('.')[0]][field.partition('.')[2]] for field in fields}
+    for task in list_tasks(config).values():
+        named[find_path(task, 'name')] = task.name
+        if generates:
+            named[find_path(task, 'reward')] = task.reward
+    for field, spec in named.items():
         if is_own(spec):
             yield field, spec
-        elif field == 'task.reward' and spec:
+        elif field.endswith('.reward') and spec:
             load_function(spec, field)  # raises: there are no named rewards
 
 
@@ -202,6 +206,13 @@ def read_starts(content: bytes, name: str) -> list[Start]:
     return starts
 
 
+def task_paths(task: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the paths that the section `task` reads, by field: those of its sources, and the common one if used."""
+    sources = task.get('sources', {})
+    paths = {f'{SOURCES}.{name}.path': source['path'] for name, source in sources.items() if 'path' in source}
+    return paths if len(paths) >= max(1, len(sources)) else {TASK: task['path'], **paths}
+
+
 def data_files(values: Mapping[str, Any]) -> dict[str, Sequence[pathlib.Path]]:
     """Returns the files that a config names, by field, except the files of the model: one, or those of a data set.
 
@@ -209,10 +220,12 @@ def data_files(values: Mapping[str, Any]) -> dict[str, Sequence[pathlib.Path]]:
     """
     found: dict[str, Sequence[pathlib.Path]] = {}
     simulation = values.get('simulation', {})
-    has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
-    if values['task']['path'] and has_task:
-        path = values['task']['path']
-        found[TASK] = locate_dataset(TASK, path) if is_hub_name(path) else [pathlib.Path(path)]
+    if not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK:
+        paths = {field: path for field, path in task_paths(values['task']).items() if path}
+        found = {
+            field: locate_dataset(field, path) if is_hub_name(path) else [pathlib.Path(path)]
+            for field, path in paths.items()
+        }
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
         found[SCHEDULE] = [pathlib.Path(match[1])]
     if file := plan_file(values.get('cluster', {}).get('reallocate', OFF)):
@@ -237,12 +250,9 @@ def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigD
     config = default_config()
     for field, value in flatten(with_former(dict(values))):
         given = tuple(value) if isinstance(value, list) else value
-        free, _, key = field.rpartition('.')
         try:
-            if free in FREE:
-                section, _, name = free.partition('.')
-                with config[section][name].ignore_type():
-                    config[section][name][key] = given
+            if find_free(field):
+                set_free(config, field, given)
             elif field in FIELDS:
                 config.update_from_flattened_dict({field: given})
             else:

@@ -141,6 +141,7 @@ class Chart:
     percent: bool = False
     logarithmic: bool = False
     window: int = 1  # updates of the moving mean over a faint line
+    band: float = 0.0  # opacity of the area between the ends of intervals; 0 = intervals are bars
     bound: tuple[str, float] | None = None  # label and place of a dashed line
 
     @property

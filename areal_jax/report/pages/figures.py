@@ -66,7 +66,7 @@ def draw_chart(chart: Chart, updates: DataRange1d) -> Figure:
     for mark in chart.marks:
         name = chart.name_glyphs(mark)
         if isinstance(mark, Line):
-            _draw_line(made, mark, chart.window, name)
+            _draw_line(made, mark, chart, name)
         else:
             _draw_bars(made, mark, chart.horizontal, name)
     if chart.bound:
@@ -94,7 +94,7 @@ def _new_upright(chart: Chart, updates: DataRange1d) -> Figure:
     if chart.names:
         _name_places(made.xaxis, chart.names)
     else:  # x is an update, an age or a version
-        made.xaxis.ticker = BasicTicker(min_interval=1)
+        made.xaxis.ticker = BasicTicker(min_interval=1, desired_num_ticks=5)
         made.xaxis.formatter = NumeralTickFormatter(format='0')
     return made
 
@@ -119,19 +119,22 @@ def _name_places(axis: object, names: Sequence[str]) -> None:
     axis.major_label_overrides = labels  # type: ignore[attr-defined]
 
 
-def _draw_line(made: Figure, line: Line, window: int, name: str) -> None:
+def _draw_line(made: Figure, line: Line, chart: Chart, name: str) -> None:
     """Draws a long line faint with its moving mean over it, a short one with markers."""
     if not line.xs:
         return
     source = {'x': line.xs, 'y': line.ys, **_columns(line, len(line.xs))}
     look = {'color': line.color, 'name': name}
-    smoothed = window > 1 and smoothing_window(len(line.xs)) > 1
+    smoothed = chart.window > 1 and smoothing_window(len(line.xs)) > 1
     if smoothed:
         made.line('x', 'y', source=source, line_alpha=0.45, line_width=1, **look)
-        source = source | {'y': moving_mean(line.ys, window)}
+        source = source | {'y': moving_mean(line.ys, chart.window)}
     if line.lows:
         source |= {'low': line.lows, 'high': line.highs}
-        made.segment('x', 'low', 'x', 'high', source=source, line_width=2, **look)
+        if chart.band:
+            made.varea('x', 'low', 'high', source=source, fill_alpha=chart.band, **look)
+        else:
+            made.segment('x', 'low', 'x', 'high', source=source, line_width=2, **look)
     dash = DASHES[line.style % len(DASHES)]
     made.line('x', 'y', source=source, line_width=2.4 if smoothed else 1.8, line_dash=dash, **look)
     if line.marker:

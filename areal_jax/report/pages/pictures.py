@@ -60,7 +60,7 @@ def draw_picture(chart: Chart) -> Figure:
     """Draws a chart of lines."""
     figure = make_figure(4.8)
     axes = figure.add_subplot()
-    draw_lines(axes, [mark for mark in chart.marks if isinstance(mark, Line)], chart.window)
+    draw_lines(axes, [mark for mark in chart.marks if isinstance(mark, Line)], chart.window, chart.band)
     if chart.bound:
         axes.axhline(chart.bound[1], color=INK, linestyle='--', linewidth=1.5, label=chart.bound[0])
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))

@@ -1,5 +1,7 @@
 """In place of main_train: an arm whose reward is learning_rate + seed / 100 + eta * update / 1000, and no jax.
 
+Its tokens are eta / 2 versions old in the mean, and it trains 5 + eta tokens a second.
+
 It leaves the files that a run leaves, refuses what a run refuses, and saves when it is told to stop. An update takes
 PAUSE_S seconds, an environment variable. A learning rate of 0.5 is an error, one of 0.25 makes no optimizer step, one
 of 0.125 has the arm kill itself once, after two updates.
@@ -44,9 +46,8 @@ def main() -> int:
         time.sleep(float(os.environ.get('PAUSE_S', '0')))
         with metrics.open('a') as file:
             reward = rate + seed / 100 + eta * step / 1000
-            file.write(
-                json.dumps({'step': step, 'time': step * 2.0, 'reward/mean': reward, 'tokens/trained': 10}) + '\n'
-            )
+            line = {'step': step, 'time': step * 2.0, 'reward/mean': reward, 'tokens/trained': 10}
+            file.write(json.dumps(line | {'staleness/token_age_mean': eta / 2}) + '\n')
         if rate == 0.125 and step == 2 and not done:
             os.kill(os.getpid(), signal.SIGKILL)
         if stops:
@@ -62,6 +63,7 @@ def main() -> int:
         'evaluation_curve': [],
         'evaluation_curve_ends': None,
         'token_age': {'mean': eta / 2, 'max': eta},
+        'throughput': {'train_tokens_per_second': 5 + eta},
         'ratio_split': {'share': 0.125, 'parts': {'mismatch': {'rms': 1e-6}, 'drift': {'rms': 0.25}}},
         'weights_sha256': f'{rate}/{seed}/{eta}',
     }
