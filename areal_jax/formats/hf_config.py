@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from typing import Any
 
 from areal_jax import files
 from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, rope_fields
@@ -150,7 +149,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
     return fields | _family_fields(config)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> files.JsonObject:
     """The object in a file of a checkpoint directory; raises HfError."""
     try:
         return files.read_json(path, 'a checkpoint directory has it: copy it again')

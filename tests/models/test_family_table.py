@@ -20,6 +20,7 @@ SINGLE = {
     ('llama', 'serve'): 'tests/app/test_main_serve.py',
     ('llama', 'replay'): 'tests/app/run/test_replay.py',
     ('llama', 'real weights'): 'tests/models/test_smollm2.py',
+    ('gemma3_text', 'real weights'): 'tests/models/test_gemma3.py',
     ('qwen2', 'train'): 'tests/learning/test_reference.py',
     ('qwen3', 'train'): 'tests/learning/test_meshes.py',
     ('qwen3', 'serve'): 'tests/app/test_main_serve.py',

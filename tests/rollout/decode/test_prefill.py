@@ -35,7 +35,7 @@ ATTENTION = GatherAttention(1)
 CONFIG = dataclasses.replace(TWO_LAYERS.config, n_layers=3)  # the keys of the third show the attention of the second
 DECODER = Decoder(CONFIG)
 WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(40),)))
-PARTLY_WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(), LayerKind(40))))
+PARTLY_WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(), LayerKind(40), LayerKind(40))))
 any_block = pytest.mark.parametrize('block_tokens', [16, 24, 64, 100])
 
 
