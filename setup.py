@@ -131,6 +131,7 @@ setup(
             'areal-rollouts=areal_jax.main_rollouts:run',
             'areal-score=areal_jax.main_score:run',
             'areal-simulate=areal_jax.main_simulate:run',
+            'areal-watch=areal_jax.main_watch:run',
         ]
     },
 )

@@ -29,6 +29,7 @@ DATA_SUFFIXES = ('.parquet', '.jsonl', '.json', '.csv')
 _OF_FILES = (*DATA_SUFFIXES, '.tsv', '.toml', '.gguf', '.safetensors')  # end the name of a file that is missing
 _CARD, _CONFIG = 'README.md', 'config.json'
 _SHARD = re.compile(r'-(\d{5})-of-(\d{5})\.')
+_revisions: dict[tuple[str, str], str] = {}  # commits that this process has located, by field and value
 
 
 class HubError(UserError, ValueError):
@@ -97,11 +98,30 @@ def locate_model(field: str, path: str, *, weights: bool) -> pathlib.Path:
     """
     name = read_name(field, path, 'model')
     folder = _find_cached(name)
-    if not (folder / _CONFIG).is_file() or (weights and not _has_weights(folder)):
+    if not _is_described(folder) or (weights and not _has_weights(folder)):
         folder = _fetch(name, (*_DESCRIPTION, *(_WEIGHTS if weights else ())), _NOT_READ)
+    return _require_model(name, folder)
+
+
+def locate_shape(field: str, path: str) -> pathlib.Path:
+    """Returns the directory with a model's config.json; where the cache lacks it, that file alone is fetched.
+
+    Raises HubError if it cannot be had.
+    """
+    name = read_name(field, path, 'model')
+    folder = _find_cached(name)
+    return _require_model(name, folder if (folder / _CONFIG).is_file() else _fetch(name, (_CONFIG,)))
+
+
+def _require_model(name: HubName, folder: pathlib.Path) -> pathlib.Path:
     if not (folder / _CONFIG).is_file():
         raise HubError(f'{name.place}: the repository has no {_CONFIG}: name one of a model for transformers')
-    return folder
+    return _note(name, folder)
+
+
+def _is_described(folder: pathlib.Path) -> bool:
+    """Tells whether the files of a description were fetched; `locate_shape` leaves config.json alone."""
+    return (folder / _CONFIG).is_file() and any(path.name != _CONFIG for path in folder.iterdir())
 
 
 def _has_weights(folder: pathlib.Path) -> bool:
@@ -119,11 +139,13 @@ def locate_dataset(field: str, path: str) -> list[pathlib.Path]:
     """
     name = read_name(field, path, 'dataset')
     if cached := _find_cached_files(name):
+        _note(name, cached[0])
         return cached
     folder = _fetch(name, (_CARD,))
     pinned = dataclasses.replace(name, revision=folder.name)
     chosen = choose_files(name, _list_files(pinned), _read_card(folder))
     _fetch(pinned, chosen)
+    _note(name, folder)
     return [folder / file for file in chosen]
 
 
@@ -157,6 +179,24 @@ def find_revision(path: pathlib.Path) -> str:
         if parent.parent.name == 'snapshots' and _COMMIT.fullmatch(parent.name):
             return parent.name
     return ''
+
+
+def find_revisions(values: Mapping[str, object]) -> dict[str, str]:
+    """Returns the commits of the models and data sets that this process has located, by the field that names them.
+
+    Args:
+      values: of a config, by 'section.field'.
+    """
+    return {
+        field: commit
+        for field, value in values.items()
+        if isinstance(value, str) and (commit := _revisions.get((field, value)))
+    }
+
+
+def _note(name: HubName, path: pathlib.Path) -> pathlib.Path:
+    _revisions[name.field, name.given] = find_revision(path)
+    return path
 
 
 # Which files of a data set are one split: its card says so, else the names of the files.

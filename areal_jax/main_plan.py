@@ -22,15 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.process.setup import silence_libraries
-    from areal_jax.app.simulate.planning import MOST_SIMULATIONS, as_json, find_plan, read_answers, render
+    from areal_jax.app.simulate.planning import MOST_SIMULATIONS, as_json, find_plan, read_answers, read_model, render
     from areal_jax.simulation.planner.advice import make_setting, parse_cluster
     from areal_jax.simulation.planner.neighbours import MOST_ETA
-    from areal_jax.simulation.prices import find_shape
     from areal_jax.telemetry.progress import Bar
 
     silence_libraries()
     devices, chip = parse_cluster(options.cluster)
-    shape = find_shape(options.model)
+    shape = read_model(options.model)
     answers = read_answers(
         options.lengths, options.answers, options.group_size, options.max_new_tokens, options.prompt_tokens
     )
@@ -65,7 +64,12 @@ def _count(text: str) -> int:
 def _build_parser() -> Parser:
     parser = Parser('areal-plan')
     parser.add_argument('--cluster', required=True, help='Devices and their kind: "64 x H800".')
-    parser.add_argument('--model', required=True, type=local_path, help='A model by name, such as R1-distill-Qwen-7B.')
+    parser.add_argument(
+        '--model',
+        required=True,
+        type=local_path,
+        help='A model by name, R1-distill-Qwen-7B; of the Hugging Face Hub, hf:ORG/NAME; or a directory.',
+    )
     parser.add_argument(
         '--lengths',
         required=True,
@@ -103,6 +107,8 @@ COMMAND = Command(
     # with ages of two versions at most on average, for a program
     areal-plan --cluster="64 x H800" --model=R1-distill-Qwen-7B --lengths="lognormal(9000, 0.75)" --answers=8192 \
         --max_age=2 --json
+    # any model of the Hub; only its config.json is fetched
+    areal-plan --cluster="16 x H100" --model=hf:Qwen/Qwen3-8B --lengths="lognormal(6000, 0.75)" --answers=2048
     """,
     exits={**EXITS, ExitCode.STOPPED: 'stopped by Ctrl-C: the best plan so far was printed, where there was one'},
     notes='Plans are searched for in simulations of the controller on a part of the devices, which take minutes.',

@@ -1,4 +1,4 @@
-"""areal-rollouts: shows the answers that a run keeps: as a table, in full, or two of them side by side."""
+"""areal-rollouts: shows the answers that a run keeps: as a table, in full, side by side, or as a page of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import Command, Parser, local_path, parse
+from areal_jax.commands.command import Command, Parser, local_path, parse, require_place
 from areal_jax.errors import ExitCode
 
 # equal to rollout_views.ORDERS, which --help does not import
@@ -29,7 +29,10 @@ def _show(options: argparse.Namespace) -> int:
 
     workdir = pathlib.Path(options.workdir)
     records = _read(workdir)
-    groups = rollout_views.select_groups(records, options.step, options.draw)
+    groups = rollout_views.select_groups(records, options.step, options.draw, options.source)
+    if options.page is not None:
+        print(_write_page(workdir, groups, options))
+        return ExitCode.FINISHED
     if options.json:
         print(json.dumps(groups, indent=1))
         return ExitCode.FINISHED
@@ -67,7 +70,29 @@ def _read(workdir: pathlib.Path) -> list[dict]:
     )
 
 
-def _show_answer(groups: list[dict], options: argparse.Namespace, width: int) -> str:
+def _write_page(workdir: pathlib.Path, groups: list[dict], options: argparse.Namespace) -> str:
+    """Writes the page of the first groups in the order of --sort; returns a line on the file."""
+    from areal_jax import files
+    from areal_jax.report.pages.token_page import FILE, render_token_page
+    from areal_jax.telemetry import rollout_views
+    from areal_jax.telemetry.progress import format_bytes
+
+    path = pathlib.Path(options.page) if options.page else workdir / FILE
+    require_place('--page', path)
+    if options.sample is not None:
+        found = _find_answers(groups, options)
+        groups = [{**groups[0], 'answers': found}]
+    sorted_answers = rollout_views.sort_answers(groups, options.sort)
+    ordered = list({id(one.group): one.group for one in sorted_answers}.values())
+    shown = ordered[: options.limit] if options.limit else ordered
+    files.write_text(path, render_token_page(workdir.resolve().name, shown, len(ordered) - len(shown)))
+    answers = sum(len(group['answers']) for group in shown)
+    rest = f'; {len(ordered) - len(shown)} more groups: --limit=0' if len(shown) < len(ordered) else ''
+    return f'{path}: {len(shown)} groups, {answers} answers, {format_bytes(path.stat().st_size)}{rest}'
+
+
+def _find_answers(groups: list[dict], options: argparse.Namespace) -> list[dict]:
+    """The rows of the answer --sample of the group --draw; raises UserError if there is none."""
     from areal_jax.errors import UserError
     from areal_jax.telemetry import rollout_views
 
@@ -78,6 +103,14 @@ def _show_answer(groups: list[dict], options: argparse.Namespace, width: int) ->
     if not found:
         names = ', '.join(rollout_views.name_of(one) for one in group['answers'])
         raise UserError(f'--sample={options.sample}: draw {options.draw} has the answers {names}')
+    return found
+
+
+def _show_answer(groups: list[dict], options: argparse.Namespace, width: int) -> str:
+    from areal_jax.telemetry import rollout_views
+
+    found = _find_answers(groups, options)
+    (group,) = groups
     if options.diff:
         return '\n\n'.join(rollout_views.render_versions(group, one, width) for one in found)
     return rollout_views.render_group(group, found, width)
@@ -104,11 +137,17 @@ def _build_parser() -> Parser:
     parser.add_argument('workdir', metavar='RUN', type=local_path, help='The workdir of a run or of an evaluation.')
     parser.add_argument('--step', type=int, help='Only of this update.')
     parser.add_argument('--draw', type=int, help='Only this group, in full.')
+    parser.add_argument('--source', help='Only of this source of a mixture (task.sources).')
     parser.add_argument('--sample', help='Only this answer of the group, in full.')
     parser.add_argument('--group', action='store_true', help='Groups in full, with their prompts, not a table.')
     parser.add_argument('--diff', action='store_true', help='Best and worst of a group side by side; or by version.')
     parser.add_argument('--sort', choices=_ORDERS, default='update', help='The largest first; -reward: the smallest.')
-    parser.add_argument('--limit', type=int, default=20, help='Lines of the table, or groups; 0 = all.')
+    parser.add_argument('--limit', type=int, default=20, help='Lines of the table, or groups, of a page too; 0 = all.')
+    parser.add_argument(
+        '--page', metavar='FILE', nargs='?', const='', type=local_path,
+        help='Writes a page with coloured tokens: version, age, ratios, clip, advantage. Without FILE: '
+        'RUN/rollouts.html.',
+    )  # fmt: skip
     parser.add_argument('--json', action='store_true', help='The groups as the files have them.')
     return parser
 
@@ -116,7 +155,10 @@ def _build_parser() -> Parser:
 COMMAND = Command(
     program='areal-rollouts',
     purpose='Shows the answers that a run keeps, with rewards, advantages, ages and versions; also while it runs.',
-    usage=('RUN [--step=N] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] [--json]',),
+    usage=(
+        'RUN [--step=N] [--source=NAME] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] '
+        '[--page[=FILE]] [--json]',
+    ),
     flags=_build_parser,
     examples="""
     # the newest answers
@@ -125,6 +167,8 @@ COMMAND = Command(
     areal-rollouts runs/tiny --sort=-reward
     # best and worst of a group of update 12
     areal-rollouts runs/tiny --step=12 --diff
+    # the groups of update 12 as a page with coloured tokens
+    areal-rollouts runs/tiny --step=12 --page
     """,
 )
 

@@ -43,6 +43,7 @@ class Prompt:
     tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
     task: str  # name of the task that verifies the answer
     problem: Mapping[str, Any]  # JSON-able: data for the task's verifier in addition to the answer
+    source: str = ''  # of a mixture: the name of the source, whose task verifies the answer; '' = the run has one task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,7 +179,7 @@ MUTATIONS = [
     Mutation(
         'URLs: the fields of a config are not looked at',
         'areal_jax.config:require_local_fields',
-        'if isinstance(FIELDS.get(path), Path | ChoiceOrOwn):',
+        'if isinstance(find_declared(path), Path | ChoiceOrOwn):',
         'if False:',
         'tests/commands/test_urls.py',
     ),
@@ -298,7 +298,7 @@ MUTATIONS = [
     Mutation(
         'experts on a mesh: gather them all',
         'areal_jax.models.experts:make_mix',
-        "_divides(mesh, 'expert', gate.shape[0])",
+        "_divides(mesh, 'expert', len(down))",
         'None',
         'tests/models/test_experts.py',
     ),

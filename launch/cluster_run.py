@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 from ml_collections import config_dict
@@ -19,10 +19,13 @@ from areal_jax.app.roles.roles import require_roles
 from areal_jax.config import flatten
 from areal_jax.config.cluster import ENGINES, LEARNER, USE_EQUAL, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.kinds import SERVER, find_server, resolve
 from areal_jax.errors import UserError
+from areal_jax.workers.descendants import read_versions
 
 MODULE = 'areal_jax.main_role'
 STEADY_S = 600  # a role that lived so long has started well: its restarts are counted anew
+_PLUGINS = ('jax-cuda13-plugin', 'jax-cuda12-plugin')
 PER_NODE = ('/tmp', '/var/tmp', '/dev/shm', '/run')  # usually a disk or memory of one machine
 
 
@@ -108,6 +111,23 @@ def require_unused(run: ClusterRun, resume: bool) -> None:
     if holds_run(pathlib.Path(run.workdir)) != resume:
         fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'
         raise UserError(f'{run.workdir} holds {"no run yet" if resume else "a run already"}: {fix}')
+
+
+def require_environments(run: ClusterRun, on_gpus: bool, settings: Sequence[str]) -> None:
+    """Raises UserError, before a job is queued, for an interpreter that its roles or servers could not use.
+
+    Args:
+      on_gpus: the nodes have GPUs.
+      settings: shell lines or NAME=VALUE that are set on the nodes; what these name is not looked for here.
+    """
+    if on_gpus and not read_versions(run.python, _PLUGINS):
+        raise UserError(
+            f'--python={run.python} has no jax for GPUs ({" or ".join(_PLUGINS)}), and roles would compute on CPUs: '
+            f"{run.python} -m pip install 'jax[cuda13]', or name another interpreter"
+        )
+    launch = find_server(run.config.rollout.server).launch
+    if launch and launch.require_version:
+        resolve(launch.require_version, SERVER)(on_gpus, settings)
 
 
 def require_shared(workdir: str, nodes: int) -> None:

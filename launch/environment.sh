@@ -103,3 +103,43 @@ show_progress() {
   done
   if [ -t 1 ]; then printf '\r\033[K'; fi
 }
+
+# For the scripts that make an environment of another program in $FOLDER (VERSION, GPU and NEEDED_KB are theirs).
+
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+# prepare_folder NAME VARIABLE: makes an empty environment in $FOLDER. Fails where it holds what is wanted already; refuses
+# where it cannot be made, and where $FOLDER holds the same program for other devices.
+prepare_folder() {
+  local installed
+  installed=$(cat "$FOLDER/installed" 2>/dev/null) || true
+  [ "$installed" != "$VERSION$GPU" ] || return 1
+  [ -z "$installed" ] || [ "${installed% gpu}$GPU" = "$installed" ] ||
+    refuse "$FOLDER holds $1 for other devices: name a new folder, and its bin/python in $2"
+  [ "$(uname -sm)" = "Linux x86_64" ] || refuse "$1 is installed for Linux on x86-64, and this is $(uname -sm)"
+  python3.11 -c 'import ensurepip, venv' 2>/dev/null ||
+    refuse "$1 needs python3.11 with venv, and the PATH has none: install it, or set $2"
+  mkdir -p "$FOLDER" 2>/dev/null || refuse "$FOLDER cannot be made: name a folder of your own"
+  [ -f "$FOLDER/pyvenv.cfg" ] || ! compgen -G "$FOLDER/*" >/dev/null ||
+    refuse "$FOLDER holds other files: name a new folder"
+  [ "$(df -Pk "$FOLDER" | awk 'END {print $4}')" -ge "$NEEDED_KB" ] ||
+    refuse "the disk of $FOLDER has less than $((NEEDED_KB / 1000000)) GB left: free some, or name another folder"
+  echo "installing $1 $VERSION into $FOLDER (once, some minutes)"
+  python3.11 -m venv "$FOLDER" || refuse "python3.11 -m venv $FOLDER failed: its message is above"
+}
+
+# install ARGUMENTS: of pip, into $FOLDER.
+install() {
+  PYTHON=$FOLDER/bin/python run_pip "$FOLDER/install.log" install "$@"
+}
+
+# Refuses an environment whose torch is for CPUs, which some indexes prefer. Without a GPU no more can be seen.
+require_cuda_torch() {
+  local torch
+  torch=$("$FOLDER/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')
+  [[ $torch != *+cpu ]] || refuse "pip found torch $torch, which is for CPUs: take the index of CPU packages out of \
+pip's configuration (PIP_EXTRA_INDEX_URL), and name a new folder"
+}

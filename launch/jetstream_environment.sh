@@ -11,11 +11,6 @@ source launch/environment.sh
 VERSION=0.2.2 EXTRAS=jetstream,gguf NEEDED_KB=2500000
 FOLDER=${1:-.venv-jetstream}
 
-refuse() {
-  echo "error: $1" >&2
-  exit 2
-}
-
 MARK="$VERSION $EXTRAS $(cksum <setup.py)"
 [ "$(cat "$FOLDER/installed" 2>/dev/null)" != "$MARK" ] || exit 0
 mkdir -p "$FOLDER" 2>/dev/null || refuse "$FOLDER cannot be made: name a folder of your own"

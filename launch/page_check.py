@@ -1,4 +1,4 @@
-"""Looks at pages of areal_jax.main_report in a headless Chromium without network. launch/test_page.sh calls it.
+"""Looks at pages of areal-report and areal-rollouts in a headless Chromium without network; for launch/test_page.sh.
 
 Says what was checked, one line a page; exit code 1 where a check fails.
 """
@@ -83,9 +83,12 @@ def check_page(browser: Browser, path: pathlib.Path, picture: pathlib.Path) -> F
     page.goto(path.as_uri())
     _wait_until_idle(page, found)
     found.facts.append(f'drawn in {time.monotonic() - began:.1f} s')
-    _check_sections(page, SECTIONS['compare' if page.locator('#numbers').count() else 'report'], found)
-    _check_headline(page, found)
-    _check_figures(page, found)
+    if page.locator('#tokens').count():
+        _check_tokens(page, found)
+    else:
+        _check_sections(page, SECTIONS['compare' if page.locator('#numbers').count() else 'report'], found)
+        _check_headline(page, found)
+        _check_figures(page, found)
     _check_widths(page, picture, found)
     _check_themes(page, picture, found)
     page.evaluate('window.scrollTo(0, 0)')
@@ -141,6 +144,58 @@ def _check_headline(page: Page, found: Findings) -> None:
         name, value = tiles.nth(index).get_attribute('data-tile'), tiles.nth(index).locator('.value').inner_text()
         found.require(bool(value.strip()), f'the tile {name} has no value')
     found.facts.append(f'{tiles.count()} tiles')
+
+
+# whether the elements of each answer's tokens are its text, each with the characters of its token
+_TEXTS = """() => JSON.parse(document.getElementById('view').textContent).groups.every(group => {
+  const drawn = document.querySelectorAll(`.group[data-draw="${group.draw}"] .answer > .tokens`)
+  return group.answers.every((answer, index) => {
+    const pieces = Array.from(drawn[index]?.querySelectorAll('.t') ?? [], token => Array.from(token.textContent).length)
+    return drawn[index]?.textContent === answer.text && String(pieces) === String(answer.characters ?? [])
+  })
+})"""
+# tokens with a colour, tokens marked as without a number, and whether each has the colour that its value has
+_SHADES = """name => {
+  const view = JSON.parse(document.getElementById('view').textContent)
+  const quantity = view.quantities.find(one => one.name === name)
+  let colored = 0, bare = 0, wrong = 0
+  for (const token of document.querySelectorAll('.answer .t:not(.asked)')) {
+    const {answer, index} = token.of, values = answer.numbers?.[name] ?? null
+    const value = values === null ? null : typeof values === 'number' ? values : values[index]
+    const has = value !== null && value !== ' ' && value !== 'o'
+    const channels = token.style.backgroundColor.match(/\\d+/g)?.slice(0, 3)
+    const color = channels?.map(channel => Number(channel).toString(16).padStart(2, '0'))
+    if (color) colored += 1
+    if (token.classList.contains('bare')) bare += 1
+    if (answer.given?.[index] === '1' ? color : has === token.classList.contains('bare') || (color && !has)) wrong += 1
+    const expected = has && quantity.colors?.[value]
+    if (expected && `#${color?.join('')}` !== expected.toLowerCase()) wrong += 1
+  }
+  return [colored, bare, wrong]
+}"""
+
+
+def _check_tokens(page: Page, found: Findings) -> None:
+    """Every token is there and has the colour of its value, for each quantity; its numbers appear at the pointer."""
+    for index in range(page.locator('.group').count()):
+        group = page.locator('.group').nth(index)
+        if group.get_attribute('open') is None:
+            group.locator('summary').click()
+    page.evaluate(_PAINTED)
+    found.require(page.evaluate(_TEXTS), 'the tokens of an answer are not its text')
+    tokens = page.locator('.answer .t').count()
+    for button in page.locator('[data-quantity]').all():
+        button.click()
+        name = button.get_attribute('data-quantity')
+        colored, _, wrong = page.evaluate(_SHADES, name)
+        found.require(colored > 0 or name == 'clip', f'no token has a colour for {name}')  # nothing may be clipped
+        found.require(wrong == 0, f'{wrong} of {tokens} tokens have another colour than their {name}')
+        found.require(page.locator('#legend > span').count() > 0, f'{name} has no legend')
+    if tokens:
+        page.locator('.answer .t').first.hover()
+        told = page.locator('#token').all_inner_texts()
+        found.require('behavior log-prob' in ''.join(told), 'a token does not tell its numbers')
+    found.facts.append(f'{tokens} tokens, {page.locator("[data-quantity]").count()} quantities')
 
 
 def _check_widths(page: Page, picture: pathlib.Path, found: Findings) -> None:

@@ -24,6 +24,7 @@ from .cluster_run import (
     define_flags,
     define_shared,
     locate_run,
+    require_environments,
     require_own_addresses,
     require_shared,
     require_unused,
@@ -92,6 +93,7 @@ def _plan_run(command: CommandLine, values: flags.FlagValues) -> str:
         require_own_addresses(values.host, layout.nodes)
     if not values.dry_run:
         require_unused(run, values.resume)
+        require_environments(run, bool(learner.gpus or engine.gpus), values.setup)
         require_nodes(layout, [_count_nodes(component.kind.partition) for component in layout.components])
     return render_run(run, layout, learner, engine, values)
 

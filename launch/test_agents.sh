@@ -13,11 +13,6 @@ source launch/environment.sh
 PACKAGES=(openai==3.57.0 openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' anthropic==2.14.0)
 FOLDER=.venv-agents
 
-refuse() {
-  echo "error: $1" >&2
-  exit 2
-}
-
 install_packages() {
   [ "$(cat "$FOLDER/installed" 2>/dev/null)" != "${PACKAGES[*]}" ] || return 0
   local python uv

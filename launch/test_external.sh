@@ -23,11 +23,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
-refuse() {
-  echo "error: $1" >&2
-  exit 2
-}
-
 # Sets ENGINE to the interpreter that the variable $1 names, or to that of the folder $2, which the script $3 makes; it
 # has the module $4, whose name is $5.
 find_engine() {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Opens report.html in a headless Chromium without network and looks at it: no error and no request, every section and
-# figure is there, the timeline of the slots zooms and pans. Leaves pictures of the pages.
+# Opens report.html, and rollouts.html where a run keeps answers, in a headless Chromium without network and looks at
+# them: no error and no request, every section and figure is there, the timeline of the slots zooms and pans, every token
+# has the colour of its value. Leaves pictures of the pages.
 #   bash launch/test_page.sh                a made-up run with 50,000 intervals, and a comparison of two runs
 #   bash launch/test_page.sh RUN [RUN ...]  the workdirs of runs: the report of each is made again; several are compared
 # CHROMIUM names the browser, PICTURES the folder of the pictures (pictures/ in a temporary folder by default).
@@ -48,6 +49,10 @@ pages=()
 for run in "$@"; do
   "$PYTHON" -m areal_jax.main_report --workdir="$run" >/dev/null
   pages+=("$run/report.html")
+  if [ -d "$run/rollouts" ]; then
+    "$PYTHON" -m areal_jax.main_rollouts "$run" --page >/dev/null
+    pages+=("$run/rollouts.html")
+  fi
 done
 if [ $# -gt 1 ]; then
   "$PYTHON" -m areal_jax.main_report --compare "$@" --out="$FOLDER/compare.html" >/dev/null

@@ -10,11 +10,6 @@ source launch/environment.sh
 
 VERSION=0.4.0 FOLDER=.venv-verifiers
 
-refuse() {
-  echo "error: $1" >&2
-  exit 2
-}
-
 # The program of the harness `null` is a script with packages of its own, which uv prepares before the first episode.
 HARNESS='
 import asyncio

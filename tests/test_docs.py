@@ -19,7 +19,7 @@ PAGES = [
     if page not in LOG and page.name != 'report.md'  # made by a run
 ]
 WRITTEN_BY_RUNS = ('results.md', 'study.md')  # in folders of docs/ that hold what a command wrote
-OF_OTHERS = ('pytest', 'venv', 'build')  # modules that pages call with python -m
+OF_OTHERS = ('pytest', 'venv', 'build', 'pip')  # modules that pages call with python -m
 OPENING = re.compile(r'# .+\n\n(After this (page|note) you |With (this|these) |From here you )')
 OF_A_RUN = (
     'runs/',
@@ -29,6 +29,7 @@ OF_A_RUN = (
     'export/',
     'mlruns/',
     'rollouts/',
+    'slurm/',
 )  # folders that a run leaves
 FILE = r'[\w./*-]+\.(?:py|md|sh|svg|png)|[\w.-]+(?:/[\w.-]+)*/'
 

@@ -84,6 +84,28 @@ def test_a_description_is_fetched_without_weights_and_weights_once(server):
     assert find_revision(pathlib.Path('runs/a')) == ''
 
 
+def test_a_shape_is_one_file_and_the_rest_of_a_description_is_fetched_later(server):
+    assert names(hub.locate_shape('--model', 'hf:org/tiny')) == ['config.json']
+    assert [path for path in server.asked if '/resolve/' in path] == [f'/org/tiny/resolve/{COMMIT}/config.json'] * 2
+    asked = len(server.asked)
+    hub.locate_shape('--model', 'org/tiny')
+    assert len(server.asked) == asked
+    assert names(locate('hf:org/tiny', weights=False)) == ['config.json', 'tokenizer.json', 'vocab.txt']
+    with pytest.raises(HubError, match=r"--model='hf:org/words': the repository has no config\.json"):
+        hub.locate_shape('--model', 'hf:org/words')
+
+
+def test_the_revisions_of_what_was_located_are_known(server):
+    locate(f'hf:org/tiny@{EARLIER}')
+    hub.locate_dataset('task.path', 'hf:org/data:main')
+    values = {'model.path': f'hf:org/tiny@{EARLIER}', 'task.path': 'hf:org/data:main', 'run.steps': 3}
+    assert hub.find_revisions(values) == {'model.path': EARLIER, 'task.path': COMMIT}
+    assert hub.find_revisions({'model.path': 'runs/a', 'loss.reference': f'hf:org/tiny@{EARLIER}'}) == {}
+    hub.locate_dataset('task.path', 'hf:org/data:main:test')  # and again, from the cache
+    hub.locate_dataset('task.path', 'hf:org/data:main:test')
+    assert hub.find_revisions({'task.path': 'hf:org/data:main:test'}) == {'task.path': COMMIT}
+
+
 def test_a_revision_is_the_one_that_is_named(server):
     assert (locate(f'hf:org/tiny@{EARLIER}') / 'config.json').read_bytes() == b'{"a": 0}'
     assert (locate('hf:org/tiny@main') / 'config.json').read_bytes() == b'{"a": 1}'

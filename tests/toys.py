@@ -412,7 +412,7 @@ class ToyRun:
                 pool=pool, verifier=ToyVerifier(self.clock, fail=self.unscored, lane='reward/evaluation'),
                 clock=self.clock, supervisor=self.supervisor, log=self.log,
                 problems=[toy_prompt(draw) for draw in range(100, 108)], sampling=sampling, samples=1, seed=0,
-                decode=str, final_answer=str, max_failed=3, version=version,
+                decode=str, final_answer=lambda prompt, text: text, max_failed=3, version=version,
             )  # fmt: skip
 
         return EvaluationBeside(

@@ -6,6 +6,7 @@ the answer that was under way continues where it stopped. The first call that di
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -19,6 +20,7 @@ import numpy as np
 from areal_jax.control.episode import Call, Episode, Row
 from areal_jax.errors import UserError, cut_text
 from areal_jax.files import JsonObject
+from areal_jax.labels import CALLED, ERRORS, WELL_FORMED
 from areal_jax.protocols import Clock, Generator
 from areal_jax.rollout.http.wire import answer_reader
 from areal_jax.text.chat_template import can_extend, for_template, read_arguments, require_shown
@@ -324,6 +326,10 @@ Label: TypeAlias = Literal['stop', 'length', 'turns', 'deadline', 'agent_error',
 
 
 _MOST_FAULT = 2000  # characters of the reason why a tool failed
+_ERROR = 'error:'  # begins the result of a tool that the model reads as an error
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    'string': str, 'integer': int, 'number': (int, float), 'boolean': bool, 'array': list, 'object': dict,
+}  # fmt: skip
 
 
 class EpisodeEnd(BaseException):
@@ -475,6 +481,8 @@ class Dialogue:
             told = await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)
             recorded = {'call': key, 'name': name, 'arguments': to_json(arguments), **told}
             self.episode.results.append(recorded)
+            if recorded['failed'] or str(recorded['text']).startswith(_ERROR):
+                self.episode.count(**{f'{ERRORS}{name}': 1})
         if recorded['failed']:
             raise EpisodeEnd('env_error') from ToolFailedError(recorded['text'])
         return str(recorded['text'])
@@ -554,7 +562,8 @@ class Dialogue:
         reply, unparsed = self._format.parse(ids, tools, f'call_{self.episode.calls.index(call)}')
         calls = reply.get('tool_calls')
         called = len(calls) if isinstance(calls, list) else 0
-        self.episode.count(tool_calls=called, unparsed=unparsed)
+        by_tool = _count_by_tool(calls if isinstance(calls, list) else (), tools)
+        self.episode.count(tool_calls=called, unparsed=unparsed, **by_tool)
         if one_tool_call and called > 1:
             assert isinstance(calls, list)
             reply = {**reply, 'tool_calls': calls[:1]}
@@ -566,6 +575,41 @@ class Dialogue:
     def _generated(self) -> list[Segment]:
         rows = itertools.chain.from_iterable(row.segments for row in self.episode.rows)
         return [segment for segment in rows if segment.policy_version != NOT_GENERATED]
+
+
+def _count_by_tool(calls: Iterable[Message], tools: Tools) -> dict[str, int]:
+    """Counts the calls of each tool that was offered; a model may write any other name."""
+    offered = {name: function for tool in tools if (name := str((function := _function(tool)).get('name', '')))}
+    found: collections.Counter[str] = collections.Counter()
+    for call in map(_function, calls):
+        name = str(call.get('name', ''))
+        if name in offered:
+            found[CALLED + name] += 1
+            found[WELL_FORMED + name] += fits_definition(call.get('arguments'), offered[name])
+    return dict(found)
+
+
+def fits_definition(arguments: object, function: JsonObject) -> bool:
+    """Whether the arguments, JSON in a text, have the required parameters, of the declared types, and no others."""
+    given, parameters = read_arguments(arguments), function.get('parameters')
+    if not isinstance(given, dict) or not isinstance(parameters, Mapping):
+        return isinstance(given, dict)
+    declared, required = parameters.get('properties', {}), parameters.get('required', ())
+    if not (isinstance(declared, Mapping) and set(given) <= set(declared) and set(required) <= set(given)):
+        return False
+    return all(_has_type(value, declared[name]) for name, value in given.items())
+
+
+def _has_type(value: object, declared: object) -> bool:
+    name = declared.get('type') if isinstance(declared, Mapping) else None
+    wanted = _TYPES.get(name) if isinstance(name, str) else None
+    return wanted is None or (isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)))
+
+
+def _function(tool: Mapping[str, object]) -> JsonObject:
+    """The function of a tool or of a call in the form of OpenAI's chat."""
+    function = tool.get('function')
+    return dict(function) if isinstance(function, Mapping) else {}
 
 
 async def _describe_result(tool: Callable[[], Awaitable[str]], deadline_s: float, most_bytes: int) -> dict[str, object]:

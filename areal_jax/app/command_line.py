@@ -24,7 +24,7 @@ from areal_jax.app.process.setup import require_extras
 from areal_jax.config import require_local_fields, validate
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
-from areal_jax.config.fields import ConfigError, Option
+from areal_jax.config.fields import ConfigError, Field, Option, Options, Sources, Texts
 from areal_jax.config.near_names import suggest_flag, unknown_field
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import describe_url, require_local
@@ -372,6 +372,11 @@ def take_options(words: Sequence[str], config: config_dict.ConfigDict) -> tuple[
             rest.append(word)
             continue
         path = f'{free}.{key}'
+        if isinstance(declared := FIELDS[free], Sources):
+            _set_of_source(declared, options, free, key, text)
+            declared.require_type(free, options)
+            fields[path] = None
+            continue
         if not key.isidentifier():
             raise ConfigError(f'--config.{path}={text}: the name of an option must be that of a parameter in Python')
         with options.unlocked(), options.ignore_type():
@@ -387,6 +392,42 @@ def parse_option(text: str) -> object:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
+
+
+def _set_of_source(declared: Sources, sources: config_dict.ConfigDict, path: str, key: str, text: str) -> None:
+    """Sets a field of a source that the config names, 'gsm8k.weight', or an option of it, 'gsm8k.columns.question'."""
+    given = f'--config.{path}.{key}={text}'
+    name, _, rest = key.partition('.')
+    field, _, option = rest.partition('.')
+    if name not in sources:
+        known = f'; it has {", ".join(sources)}' if sources else ''
+        raise ConfigError(
+            f'{given}: {path} has no source {name!r}{suggest(name, sources)}{known}; add one in the config file'
+        )
+    if not field:
+        raise ConfigError(f'{given}: {name} is a source; set one of its fields, --config.{path}.{name}.weight=VALUE')
+    own, of_field = sources[name], declared.fields.get(field)
+    with own.unlocked(), own.ignore_type():
+        if isinstance(of_field, Options) and option:
+            if not isinstance(own.get(field), config_dict.ConfigDict):
+                own[field] = config_dict.ConfigDict()
+            own[field][option] = parse_option(text)
+        else:
+            own[rest] = text if of_field is None else _parse_field(of_field, given, text)
+
+
+def _parse_field(field: Field, given: str, text: str) -> object:
+    """Parses the text of a declared field; raises ConfigError if it is of another type."""
+    value: object = text
+    if not isinstance(field.default, str):
+        value = _WORDS.get(text, parse_option(text))
+    if isinstance(field, Texts) and not isinstance(value, tuple):
+        value = tuple(text.split(','))
+    if isinstance(field.default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not field.has_type(value):
+        raise ConfigError(f'{given} must be {field.kind}')
+    return value
 
 
 def _section(config: config_dict.ConfigDict, path: str) -> config_dict.ConfigDict | None:

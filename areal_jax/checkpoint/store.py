@@ -167,12 +167,16 @@ def encode_prompt(prompt: Prompt) -> JsonObject:
     """Encodes a prompt; raises RunStateError if `problem` holds a value that JSON cannot carry unchanged."""
     problem = dict(prompt.problem)
     _require_json(problem, f'problem of draw {prompt.draw} (task {prompt.task!r})')
-    return _encode(prompt, tokens=_list_tokens(prompt.tokens), problem=problem)
+    record = _encode(prompt, tokens=_list_tokens(prompt.tokens), problem=problem)
+    if not prompt.source:
+        del record['source']
+    return record
 
 
 def decode_prompt(record: Mapping[str, object]) -> Prompt:
     tokens = np.array(_take(record, 'tokens', list[int], 'prompt'), np.int32)
-    return _decode(Prompt, record, 'prompt', tokens=tokens)
+    whole = {'source': '', **record}  # runs of one task do not save it
+    return _decode(Prompt, whole, 'prompt', tokens=tokens)
 
 
 def _encode_episode(episode: Episode) -> JsonObject:

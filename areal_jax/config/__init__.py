@@ -26,7 +26,9 @@ from areal_jax.config.declarations import (
     FIELDS,
     FREE,
     SECTIONS,
+    find_declared,
     find_evaluation_problem,
+    find_free,
     find_friction_problems,
     find_model_problems,
     find_simulation_problems,
@@ -34,6 +36,7 @@ from areal_jax.config.declarations import (
 )
 from areal_jax.config.fields import (
     ChoiceOrOwn,
+    Config,
     ConfigError,
     ConfigSection,
     Path,
@@ -63,6 +66,7 @@ from areal_jax.config.loss import (
 )
 from areal_jax.config.near_names import require_declared
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.sources import find_source_problems, list_tasks, split_config
 from areal_jax.config.splits import find_reallocation_problems
 from areal_jax.config.training import (
     DiagnosticsSection,
@@ -119,7 +123,7 @@ def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[st
 def require_local_fields(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for a URL in any field that holds a path: the first check of every command with a config."""
     for path, value in flatten(config):
-        if isinstance(FIELDS.get(path), Path | ChoiceOrOwn):
+        if isinstance(find_declared(path), Path | ChoiceOrOwn):
             require_local(path, value)
 
 
@@ -181,6 +185,10 @@ class TrackedConfig:
             return found
         return _TrackedSection(self._config[section], section, self._read)
 
+    def list_tasks(self) -> dict[str, Config]:
+        """Returns the tasks of the run by source, sorted by its name; {'': the section `task`} without sources."""
+        return list_tasks(self._config, self.task, self._read.add)
+
     def as_dict(self) -> dict[str, dict[str, Value]]:
         """Returns a plain nested dict, without marking any field as read."""
         return json.loads(self._config.to_json_best_effort())
@@ -209,7 +217,8 @@ class TrackedConfig:
                 return path not in self._idle and is_used(kind, name, self._config)
             if self._purpose in FIELDS[f'{section}.{name}'].also_for:
                 return True
-        return path in self._read or path.rpartition('.')[0] in self._read
+        outer = {path.rpartition('.')[0], find_free(path)}  # of an option, also of a source's
+        return path in self._read or bool(outer & self._read)
 
     def idle_fields(self) -> list[str]:
         """Returns 'evaluation.samples=16', ... for the report: fields that are set but not used by the run as built."""
@@ -318,7 +327,8 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from find_friction_problems(c)
         yield from find_agent_problems(c)
     yield from find_simulation_problems(c)
-    yield from find_training_problems(c)
+    for of_source, alone in split_config(c):
+        yield from (f'{of_source}{problem}' for problem in find_training_problems(alone))
     yield from find_reference_problems(c)
     yield from find_critic_problems(c)
     yield from find_block_problems(c)
@@ -403,7 +413,19 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields a sentence for each broken rule of task and model alone."""
+    """Yields a sentence for each broken rule of tasks and model alone."""
+    yield from find_source_problems(c)
+    for of_source, alone in split_config(c):
+        yield from (f'{of_source}{problem}' for problem in _problems_of_one_task(alone))
+    if c.task.filter == 'success_rate' and c.task.filter_low > c.task.filter_high:
+        yield (
+            f'task.filter_low={c.task.filter_low} above task.filter_high={c.task.filter_high} drops every group; lower '
+            'task.filter_low or raise task.filter_high'
+        )
+    yield from find_model_problems(c)
+
+
+def _problems_of_one_task(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file, or hf:ORG/NAME, with question and answer (sft: or messages)"
     if c.task.columns and c.task.name not in ('jsonl', 'code'):
@@ -418,12 +440,6 @@ def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
     yield from find_sandbox_problems(c)
     yield from find_code_problems(c)
-    if c.task.filter == 'success_rate' and c.task.filter_low > c.task.filter_high:
-        yield (
-            f'task.filter_low={c.task.filter_low} above task.filter_high={c.task.filter_high} drops every group; lower '
-            'task.filter_low or raise task.filter_high'
-        )
-    yield from find_model_problems(c)
 
 
 def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:

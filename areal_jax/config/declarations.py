@@ -28,6 +28,7 @@ from areal_jax.config.fields import (
     SHARE,
     SHARE_ABOVE_ZERO,
     THREADS,
+    WEIGHT,
     Choice,
     ChoiceOrOwn,
     ConfigError,
@@ -41,6 +42,7 @@ from areal_jax.config.fields import (
     Path,
     Real,
     Section,
+    Sources,
     Text,
     Texts,
     Value,
@@ -55,7 +57,7 @@ from areal_jax.config.training import DiagnosticsSection, LearnerSection, Optimi
 # The section `model` of the config, and the rules of its fields.
 
 
-EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe')  # of random models
+EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss')  # of random models
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
@@ -74,9 +76,9 @@ MODEL_FIELDS: dict[str, Field] = {
     'characters': Text('', "random: one token each; '' = those of the task token_reversal"),
     'family': Choice(
         'llama',
-        ('llama', 'qwen2', 'qwen3', *EXPERT_FAMILIES, 'plain'),
+        ('llama', 'qwen2', 'qwen3', 'olmo3', 'smollm3', 'gemma3_text', *EXPERT_FAMILIES, 'plain'),
         'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k; plain = learned positions, ReLU, no final norm; '
-        'with experts: docs/moe.md',
+        'with experts: docs/moe.md; windows have a quarter of the longest sequence',
     ),
     'outputs': Choice('all', ('all', 'symbols'), 'plain: tokens of an answer; symbols = token_reversal'),
     'n_layers': Integer(2, COUNT, 'random: layers of the decoder'),
@@ -310,6 +312,73 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
 
 
+# The section `task`, and the fields that each source of a mixture may set for itself.
+
+
+TASK_FIELDS: Mapping[str, Field] = {
+    'name': Path(
+        'token_reversal',
+        'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
+        'code: docs/code_rewards.md; verifiers:TASKSET: docs/agents.md',
+    ),
+    'options': Options({}, 'FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
+    'reward': Path('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
+    'system_prompt': Text('', "'' = that of the chat template"),
+    'datasets': Texts(
+        (),
+        "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md; "
+        'code: families of generated problems',
+    ),
+    'dataset_size': Integer(
+        500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
+    ),
+    'path': Path(
+        '',
+        'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}; '
+        'or a table, or hf:ORG/NAME[:CONFIG][:SPLIT] of the Hugging Face Hub: docs/your_data.md; '
+        "verifiers: TOML with its [env]; code: see docs/code_rewards.md, '' = generated, 'humaneval'",
+    ),
+    'columns': Options({}, 'jsonl, code: the column of the file for a name of the task; task.columns.question=problem'),
+    'answer': Choice(
+        'integer',
+        ('integer', 'number', 'exact', 'normalised', 'math'),
+        'jsonl: what is compared, see docs/answers.md',
+    ),
+    'audit_fraction': Real(0.01, SHARE, 'math: share of answers that are compared a second time, see docs/answers.md'),
+    'held_out_fraction': Real(0.25, SHARE, 'share of the problems kept for evaluation'),
+    'over_length': Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
+    'symbols': Integer(2, COUNT, 'token_reversal: size of the alphabet'),
+    'length': Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
+    'time_limit_s': Real(2.0, SECONDS, 'code: CPU seconds of a check, unless the problem says; agent.tools: of a call'),
+    'memory_limit_mb': Integer(1024, COUNT, 'code, agent.tools: MiB of all processes, where the problem does not say'),
+    'packages': Texts(PACKAGES, 'code, agent.tools: what programs import beyond the standard library, and its needs'),
+    'show_tests': Flag(False, 'code: the visible tests stand in the prompt'),
+    'partial_credit': Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
+    'verifier': Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
+    'sandbox': Choice(AUTO, LEVELS, 'of scorers and tools that run code of models: docs/code_rewards.md'),
+    'verifier_workers': Integer(1, THREADS, 'worker processes'),
+    'verifier_deadline_s': Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
+    'verifier_attempts': Integer(2, COUNT, 'tries for one answer before it is dropped'),
+    'verifier_memory_mb': Integer(2048, MEBIBYTES, 'MiB of heap (RLIMIT_DATA) of each scorer process; 0 = no limit'),
+    'max_failed_groups': Integer(32, COUNT, 'groups (evaluation: answers) in a row without reward that end a run'),
+    'filter': Choice(
+        'none', ('none', 'equal_rewards', 'success_rate'), 'drop a finished group that teaches nothing, and refill'
+    ),
+    'filter_low': Real(0.05, SHARE, 'success_rate: least share of the answers of a group with a reward above 0'),
+    'filter_high': Real(0.95, SHARE, 'success_rate: largest share of them'),
+    'max_filtered_groups': Integer(256, COUNT, 'groups in a row that the filter drops before the run ends'),
+}
+OF_SOURCE = (
+    'name', 'options', 'reward', 'system_prompt', 'datasets', 'dataset_size', 'path', 'columns', 'answer',
+    'held_out_fraction', 'over_length', 'symbols', 'length', 'time_limit_s', 'memory_limit_mb', 'show_tests',
+    'partial_credit',
+)  # fmt: skip
+SOURCE_FIELDS: Mapping[str, Field] = {
+    'weight': Real(1.0, WEIGHT, 'share of the draws, as a part of the sum of all weights'),
+    **{name: TASK_FIELDS[name] for name in OF_SOURCE},
+}
+
+
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 SECTIONS: Mapping[str, Section] = {
@@ -328,61 +397,13 @@ SECTIONS: Mapping[str, Section] = {
     'model': Section('The model; fields marked random are read with model.source=random only', **MODEL_FIELDS),
     'task': Section(
         'Prompts and rewards',
-        name=Path(
-            'token_reversal',
-            'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
-            'code: docs/code_rewards.md; verifiers:TASKSET: docs/agents.md',
+        sources=Sources(
+            {},
+            'a mixture: several tasks by name, each with a weight and its own values of fields of this section; '
+            'task.sources.gsm8k.weight=2.0: docs/mixtures.md',
+            SOURCE_FIELDS,
         ),
-        options=Options({}, 'FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
-        reward=Path('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
-        system_prompt=Text('', "'' = that of the chat template"),
-        datasets=Texts(
-            (),
-            "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md; "
-            'code: families of generated problems',
-        ),
-        dataset_size=Integer(
-            500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
-        ),
-        path=Path(
-            '',
-            'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}; '
-            'or a table, or hf:ORG/NAME[:CONFIG][:SPLIT] of the Hugging Face Hub: docs/your_data.md; '
-            "verifiers: TOML with its [env]; code: see docs/code_rewards.md, '' = generated, 'humaneval'",
-        ),
-        columns=Options(
-            {}, 'jsonl, code: the column of the file for a name of the task; task.columns.question=problem'
-        ),
-        answer=Choice(
-            'integer',
-            ('integer', 'number', 'exact', 'normalised', 'math'),
-            'jsonl: what is compared, see docs/answers.md',
-        ),
-        audit_fraction=Real(0.01, SHARE, 'math: share of answers that are compared a second time, see docs/answers.md'),
-        held_out_fraction=Real(0.25, SHARE, 'share of the problems kept for evaluation'),
-        over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
-        symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
-        length=Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
-        time_limit_s=Real(
-            2.0, SECONDS, 'code: CPU seconds of a check, unless the problem says; agent.tools: of a call'
-        ),
-        memory_limit_mb=Integer(1024, COUNT, 'code, agent.tools: MiB of all processes, where the problem does not say'),
-        packages=Texts(PACKAGES, 'code, agent.tools: what programs import beyond the standard library, and its needs'),
-        show_tests=Flag(False, 'code: the visible tests stand in the prompt'),
-        partial_credit=Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
-        verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
-        sandbox=Choice(AUTO, LEVELS, 'of scorers and tools that run code of models: docs/code_rewards.md'),
-        verifier_workers=Integer(1, THREADS, 'worker processes'),
-        verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
-        verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),
-        verifier_memory_mb=Integer(2048, MEBIBYTES, 'MiB of heap (RLIMIT_DATA) of each scorer process; 0 = no limit'),
-        max_failed_groups=Integer(32, COUNT, 'groups (evaluation: answers) in a row without reward that end a run'),
-        filter=Choice(
-            'none', ('none', 'equal_rewards', 'success_rate'), 'drop a finished group that teaches nothing, and refill'
-        ),
-        filter_low=Real(0.05, SHARE, 'success_rate: least share of the answers of a group with a reward above 0'),
-        filter_high=Real(0.95, SHARE, 'success_rate: largest share of them'),
-        max_filtered_groups=Integer(256, COUNT, 'groups in a row that the filter drops before the run ends'),
+        **TASK_FIELDS,
     ),
     'rollout': declare_section(RolloutSection),
     'agent': Section('Programs that talk to the policy over several turns, see docs/agents.md', **AGENT_FIELDS),
@@ -533,7 +554,35 @@ SECTIONS: Mapping[str, Section] = {
 FIELDS: Mapping[str, Field] = {
     f'{section}.{name}': field for section, fields in SECTIONS.items() for name, field in fields.items()
 }
-FREE = tuple(path for path, field in FIELDS.items() if isinstance(field, Options))  # sections with any keys
+# sections with any keys
+FREE = tuple(path for path, field in FIELDS.items() if isinstance(field, Options | Sources))
+
+
+def find_free(path: str) -> str:
+    """Returns the free section that a path is inside of: 'task.options' of 'task.options.digits'; '' = none."""
+    return next((free for free in FREE if path.startswith(f'{free}.')), '')
+
+
+def find_declared(path: str) -> Field | None:
+    """Returns the declaration of a field, also of a source's; None for an option or an unknown path."""
+    declared = FIELDS.get(find_free(path))
+    if not isinstance(declared, Sources):
+        return FIELDS.get(path)
+    return declared.fields.get(path.removeprefix(f'{find_free(path)}.').partition('.')[2])
+
+
+def set_free(config: config_dict.ConfigDict, path: str, value: object) -> None:
+    """Sets a value inside of a free section of the config, whatever its type; sections on the way are made."""
+    free = find_free(path)
+    section, _, field = free.partition('.')
+    at = config[section][field]
+    *outer, key = path.removeprefix(f'{free}.').split('.')
+    for name in outer:
+        if name not in at:
+            at[name] = config_dict.ConfigDict()
+        at = at[name]
+    with at.unlocked(), at.ignore_type():
+        at[key] = value
 
 
 def choices(path: str) -> tuple[str, ...]:
@@ -546,5 +595,5 @@ def choices(path: str) -> tuple[str, ...]:
 def require_allowed(values: Mapping[str, Value]) -> None:
     """Raises ConfigError for the first value of {'learner.loss_scale': 1.0, ...} that its field does not allow."""
     for path, value in values.items():
-        if path.rpartition('.')[0] not in FREE:
-            FIELDS[path].require_allowed(path, value)
+        if field := find_declared(path):
+            field.require_allowed(path, value)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, ParamSpec, TypeAlias, TypeVar, cast
 from ml_collections import config_dict
 
 from areal_jax.config.addresses import name_hosts
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, suggest
 from areal_jax.files import describe_url
 from areal_jax.plugins import is_own
 
@@ -66,6 +66,7 @@ NOT_NEGATIVE = Range(0, _MOST, 'not be negative, infinite or NaN, in float32')
 VERSIONS = Range(0, math.inf, 'be at least 0; 0 is synchronous')
 SHARE = Range(0, 1, 'lie in [0, 1]')
 SHARE_ABOVE_ZERO = Range(_LEAST, 1, 'lie in (0, 1]')
+WEIGHT = Range(_LEAST, 1e6, 'be above 0 and at most 1e6; to leave a source out, remove it')
 DECAY = Range(0, _BELOW_ONE, 'lie in [0, 1), in float32')
 LOSS_SCALE = Range(_LEAST, 2.0**32, 'lie in (0, 2^32]')  # the reciprocal of a larger one is too near 0 for float32
 
@@ -264,6 +265,38 @@ class Options(_Unbounded):
                 )
             if not key.isidentifier():
                 raise ConfigError(f'{path}.{key}: the name of an option must be that of a parameter in Python')
+
+    def initial(self) -> object:
+        return config_dict.ConfigDict()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sources(_Unbounded):
+    """A section of sections, one for each source of a mixture; empty by default."""
+
+    fields: Mapping[str, Field]  # of a source, by name
+    kind: ClassVar[str] = "a section of sources, each {'weight': NUMBER, FIELD: VALUE, ...}"
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, Mapping | config_dict.ConfigDict)
+
+    def require_type(self, path: str, value: object) -> None:
+        """Raises ConfigError, naming source and field, for a name, a field or a value that a source cannot have."""
+        if not isinstance(value, Mapping | config_dict.ConfigDict):
+            raise ConfigError(f"{path}={value!r} must be {self.kind}; write {path}.NAME = {{'weight': 1.0}}")
+        for name in value:
+            source, own = value[name], f'{path}.{name}'
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ConfigError(f'{own}: the name of a source must be letters, digits and _, as names of Python are')
+            if not isinstance(source, Mapping | config_dict.ConfigDict):
+                raise ConfigError(f"{own}={source!r} must be the fields of a source, {{'weight': 1.0, 'name': TASK}}")
+            for field in source:
+                if field not in self.fields:
+                    raise ConfigError(
+                        f'{own}.{field}={source[field]!r}: a source has no such field{suggest(field, self.fields)}; it '
+                        f'has {", ".join(self.fields)}, and the others of the section task hold for all sources'
+                    )
+                self.fields[field].require_type(f'{own}.{field}', source[field])
 
     def initial(self) -> object:
         return config_dict.ConfigDict()

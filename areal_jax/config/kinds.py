@@ -33,6 +33,9 @@ class Launch(NamedTuple):
     serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
     plan: Reference  # (config, workdir, number) -> the words after `python -m` for that server next to a trainer
     require: Reference | None = None  # () -> None; raises UserError if none can be started here
+    require_version: Reference | None = (
+        None  # (on GPUs, settings of the nodes) -> None; UserError before a job is queued
+    )
     prepare: Reference | None = None  # (config, workdir) -> None: writes the files that servers next to a trainer read
     front: Reference | None = None  # () -> app.roles.server_front.FrontKind of areal-serve; None: HTTP
     enter: Reference | None = None  # () -> None: continues under the interpreter that has the modules of its servers
@@ -153,6 +156,7 @@ VLLM = ServerKind(
         'areal_jax.app.roles.vllm_server:serve_engine',
         'areal_jax.app.roles.vllm_server:plan_server',
         require='areal_jax.app.roles.vllm_server:find_python',
+        require_version='areal_jax.app.roles.vllm_server:require_version',
     ),
     reads_deltas=True,
     gives_routes=True,
@@ -165,6 +169,7 @@ SGLANG = ServerKind(
         'areal_jax.app.roles.sglang_server:serve_engine',
         'areal_jax.app.roles.sglang_server:plan_server',
         require='areal_jax.app.roles.sglang_server:find_python',
+        require_version='areal_jax.app.roles.sglang_server:require_version',
     ),
     reads_deltas=True,
     gives_routes=True,

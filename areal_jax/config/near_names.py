@@ -32,6 +32,8 @@ OTHER_NAMES: Mapping[str, str] = {
     'model.n_heads': 'num_attention_heads num_heads',
     'model.n_kv_heads': 'num_key_value_heads num_kv_heads',
     'task.path': 'dataset dataset_path dataset_name train_files prompt_data data_path train_data data train_file',
+    'task.sources': 'dataset_mixer data_mixture dataset_mixture datasets_mixture prompt_data_probs mixture '
+    'dataset_probs task_weights',
     'task.reward': 'reward_fn reward_func reward_function reward_funcs reward_model custom_reward_function',
     'task.system_prompt': 'system_message system',
     'task.held_out_fraction': 'test_size val_size eval_fraction validation_fraction val_fraction',

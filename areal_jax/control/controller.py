@@ -249,7 +249,7 @@ class Controller:
 
     def _start_group(self) -> None:
         prompt, demand = self._stream.draw(), self._admission.demand
-        self._log.write('draw', draw=prompt.draw)
+        self._log.write('draw', draw=prompt.draw, source=prompt.source or None)
         self._gate.admit()
         by_need = self._admission.is_by_need
         self._log.write(

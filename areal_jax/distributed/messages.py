@@ -35,6 +35,7 @@ def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         'group_size': _integers(len(group.trajectories) for group in groups),
         'prompt_draw': _integers(prompt.draw for prompt in prompts.values()),
         'prompt_task': [prompt.task for prompt in prompts.values()],
+        'prompt_source': [prompt.source for prompt in prompts.values()],
         'prompt_problem': [dict(prompt.problem) for prompt in prompts.values()],
         'prompt_length': _integers(len(prompt.tokens) for prompt in prompts.values()),
         'prompt_tokens': concatenate([prompt.tokens for prompt in prompts.values()], np.int32),
@@ -89,8 +90,9 @@ def split_groups(columns: Mapping[str, Any]) -> list[TrajectoryGroup]:
 def _split_prompts(columns: Mapping[str, Any]) -> Iterator[Prompt]:
     tokens = _pieces(columns['prompt_tokens'], columns['prompt_length'])
     draws = columns['prompt_draw'].tolist()
-    for draw, own, task, problem in zip(draws, tokens, columns['prompt_task'], columns['prompt_problem'], strict=True):
-        yield Prompt(draw, own, task, problem)
+    told = (columns[f'prompt_{name}'] for name in ('task', 'problem', 'source'))
+    for draw, own, task, problem, source in zip(draws, tokens, *told, strict=True):
+        yield Prompt(draw, own, task, problem, source)
 
 
 def _split_segments(columns: Mapping[str, Any]) -> Iterator[Segment]:

@@ -50,7 +50,7 @@ class Evaluator:
         samples: int,
         seed: int,
         decode: Callable[[np.ndarray], str],
-        final_answer: Callable[[str], str],
+        final_answer: Callable[[Prompt, str], str],
         max_failed: int,
         announce: Callable[[int, int], None] = lambda done, total: None,
         version: int | None = None,
@@ -78,8 +78,13 @@ class Evaluator:
         if not await self.answer_all(phase, stop, note):
             return None
         sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
+        sources = tuple(prompt.source for prompt in self._problems)
         return EvaluationScores(
-            tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers), dict(sorted(labels.items()))
+            tuple(scores[:, 0].tolist()),
+            sampled,
+            most_frequent_share(answers),
+            dict(sorted(labels.items())),
+            sources if any(sources) else (),
         )
 
     async def answer_all(self, phase: str, stop: Event, deliver: Deliver, most_open: int | None = None) -> bool:
@@ -162,7 +167,7 @@ class Evaluator:
         describe = functools.partial(describe_episode, episode)
         verdict = lost or await self._verifier.verify(prompt, tokens, episode.finish_reason, describe)
         text = self._decode(tokens)
-        return Answer(tokens, text, self._final_answer(text), episode.finish_reason, verdict)
+        return Answer(tokens, text, self._final_answer(prompt, text), episode.finish_reason, verdict)
 
 
 # Evaluation during training: every `every` updates, under the weights of that version, while training continues.

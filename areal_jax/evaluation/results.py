@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -89,6 +89,7 @@ class AnswerFile:
         names = [GREEDY, *range(1, len(problem.answers))]
         record = {
             'draw': problem.draw,
+            **({'source': prompt.source} if prompt.source else {}),
             'problem': dict(prompt.problem),
             'prompt': prompt_text,
             'prompt_tokens': prompt.tokens.tolist(),
@@ -254,7 +255,20 @@ class Scores(TypedDict):
     tokens: dict[str, int]  # generated: in greedy answers, in sampled ones, in the longest answer
 
 
-class Results(Scores):
+class SourceScores(TypedDict):
+    """The scores of the problems of one source of a mixture."""
+
+    problems: int
+    metrics: dict[str, Metric]
+
+
+class SourcesOfResults(TypedDict):
+    """What results.json has in addition for a mixture."""
+
+    sources: NotRequired[dict[str, SourceScores]]
+
+
+class Results(Scores, SourcesOfResults):
     """results.json. Producer: app/evaluate/evaluate.py."""
 
     model: dict[str, str | int | None]  # source, path, files and their digest, weights_sha256, version
@@ -348,6 +362,7 @@ def render_results(results: Results) -> str:
             f'{results["temperature"]:g}',
             '',
             *_metric_lines(results['metrics']),
+            *_source_lines(results.get('sources', {})),
             '',
             f'answers: {_counts(results["finish_reasons"])}; verdicts: {_counts(results["labels"])}',
             f'{tokens["greedy"] + tokens["sampled"]} tokens in {format_duration(results["seconds"])}{speed}',
@@ -362,6 +377,11 @@ def _metric_lines(metrics: Mapping[str, Metric]) -> Iterator[str]:
         low, high = found['low'], found['high']
         interval = '-' if low is None or high is None else f'{low:.3f} to {high:.3f}'
         yield f'{name:{width}}  {found["mean"]:.3f}   {interval}'
+
+
+def _source_lines(sources: Mapping[str, SourceScores]) -> Iterator[str]:
+    for source, own in sources.items():
+        yield from ('', f'{source}, {own["problems"]} problems', *_metric_lines(own['metrics']))
 
 
 def _counts(found: Mapping[str, int]) -> str:

@@ -260,12 +260,12 @@ class AuditEvent(Header):
 
 
 FILE = 'events.jsonl'  # in the workdir
-# 13: `reallocate` without needed engines, engines do not tell their hardware, none is left out; 12: devices stay, no
-# simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards of a buffered
-# group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of segments,
-# nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside
-# training, no `audit`; 1: no `log`
-VERSION = 14
+# 14: no mixtures; 13: `reallocate` without needed engines, engines do not tell their hardware, none is left out; 12:
+# devices stay, no simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards
+# of a buffered group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no
+# lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions;
+# 2: no evaluation beside training, no `audit`; 1: no `log`
+VERSION = 15
 
 
 class LogEvent(Header):
@@ -280,6 +280,7 @@ class DrawEvent(Header):
 
     kind: Literal['draw']
     draw: Draw
+    source: NotRequired[Annotated[str, 'name of the source of a mixture (task.sources); from version 15 of the log on']]
 
 
 class AdmitEvent(Header):

@@ -1,4 +1,4 @@
-"""GGUF files: a Llama-type decoder, dequantised to float32, and its tokenizer. Read while a run is built (app/)."""
+"""GGUF files: a Llama or Gemma 3 decoder, dequantised to float32, and its tokenizer. Read when a run is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.installation import describe_install, describe_pip
-from areal_jax.models.families import FAMILIES, ModelConfig
+from areal_jax.models.families import FAMILIES, ModelConfig, Rope, default_kinds, rows_of
 
 if TYPE_CHECKING:
     import gguf
@@ -140,6 +140,7 @@ _OPTIONAL_IDS = {
     'unk_id': 'tokenizer.ggml.unknown_token_id',
 }
 _PACKAGE = 'package:'
+_FAMILY_OF = {'llama': 'llama', 'gemma3': 'gemma3_text'}  # by general.architecture
 _Entry = TypeVar('_Entry', str, int)
 
 
@@ -150,7 +151,7 @@ class GgufError(UserError, ValueError):
 def load_gguf(
     path: str | os.PathLike[str], announce: Announce = announce_nothing
 ) -> tuple[ModelConfig, Params, dict[str, object]]:
-    """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a Llama-type GGUF file.
+    """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a GGUF file of Llama or Gemma 3.
 
     Tokenizer fields: see `describe_gguf`. `announce` gets (bytes read, bytes of the file). Raises GgufError.
     """
@@ -192,13 +193,17 @@ def _read_tensors(
 ) -> dict[str, np.ndarray]:
     """The tensors under the names of Hugging Face, as they are stored there; raises GgufError for unknown ones."""
     heads = {'blk.*.attn_q.weight': config.n_heads, 'blk.*.attn_k.weight': config.n_kv_heads}
-    hf_names = {row.gguf_name: row.hf_name for row in FAMILIES['llama'].weights if row.gguf_name and row.hf_name}
+    # only files of Llama have the rotary pairs of a head next to each other
+    turned = heads if config.family == 'llama' else {}
+    hf_names = {row.gguf_name: row.hf_name for row in rows_of(config) if row.gguf_name and row.hf_name}
     content = np.memmap(path, mode='r').view(np.ndarray)
     tensors = {}
     for full_name, stored in header.tensors.items():
         name, layer = _parse_name(full_name)
         if name not in hf_names:
-            raise GgufError(f'{path} has a tensor {full_name} that a llama decoder without biases does not know')
+            raise GgufError(
+                f'{path} has a tensor {full_name} that a {config.family} decoder without biases does not know'
+            )
         announce(stored.start, len(content))
         values = _dequantize(path, full_name, stored, content)
         if name in heads:
@@ -206,7 +211,9 @@ def _read_tensors(
             if values.ndim != 2 or len(values) != rows:
                 shape = list(values.shape)
                 raise GgufError(f'{path}: {full_name} has shape {shape} instead of [{rows}, {config.d_model}]')
-            values = unpermute(values, heads[name])
+            values = unpermute(values, heads[name]) if name in turned else values
+        if config.centred_norms and values.ndim == 1:  # the file has 1 + w
+            values = values - 1
         tensors[hf_names[name].replace('*', layer)] = values
     return tensors
 
@@ -311,47 +318,72 @@ def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
 
 def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     """The shape of the model; raises GgufError for a file of another kind and numbers that do not fit together."""
-    if (architecture := fields.text('general.architecture', '')) != 'llama':
-        raise GgufError(f'{fields.path}: general.architecture is {architecture!r}; only llama is supported')
+    architecture = fields.text('general.architecture', '')
+    if architecture not in _FAMILY_OF:
+        known = ' and '.join(_FAMILY_OF)
+        raise GgufError(f'{fields.path}: general.architecture is {architecture!r}; only {known} are supported')
     if len(shapes.get('token_embd.weight', ())) != 2:
         raise GgufError(f'{fields.path} has no tensor token_embd.weight of two axes')
     vocab_size, d_model = shapes['token_embd.weight']
-    n_layers = fields.integer('llama.block_count')
+    own = lambda key: f'{architecture}.{key}'
+    n_layers = fields.integer(own('block_count'))
     if n_layers > len(shapes):  # an absurd number would run for hours
-        raise GgufError(f'{fields.path}: llama.block_count={n_layers}, but the file has {len(shapes)} tensors in all')
-    heads = fields.integer('llama.attention.head_count')
-    head_dim = fields.integer('llama.attention.key_length', d_model // heads)
-    rotated = fields.integer('llama.rope.dimension_count', head_dim)
-    scaling = fields.text('llama.rope.scaling.type', 'none')
+        raise GgufError(
+            f'{fields.path}: {own("block_count")}={n_layers}, but the file has {len(shapes)} tensors in all'
+        )
+    heads = fields.integer(own('attention.head_count'))
+    head_dim = fields.integer(own('attention.key_length'), d_model // heads)
+    rotated = fields.integer(own('rope.dimension_count'), head_dim)
+    scaling = fields.text(own('rope.scaling.type'), 'none')
     if rotated != head_dim or scaling != 'none':
         raise GgufError(
             f'{fields.path}: rotary positions over {rotated} of {head_dim} dimensions with scaling {scaling!r}; '
             f'only whole heads without scaling are supported'
         )
+    family = _FAMILY_OF[architecture]
     try:
         return ModelConfig(
             vocab_size=vocab_size,
             d_model=d_model,
             n_layers=n_layers,
             n_heads=heads,
-            n_kv_heads=fields.integer('llama.attention.head_count_kv', heads),
+            n_kv_heads=fields.integer(own('attention.head_count_kv'), heads),
             head_dim=head_dim,
-            d_ff=fields.integer('llama.feed_forward_length'),
-            rope_theta=fields.number('llama.rope.freq_base', 10000.0),
-            rms_eps=fields.number('llama.attention.layer_norm_rms_epsilon'),
+            d_ff=fields.integer(own('feed_forward_length')),
+            rope_theta=fields.number(own('rope.freq_base'), FAMILIES[family].rope_theta),
+            rms_eps=fields.number(own('attention.layer_norm_rms_epsilon')),
             tie_embeddings='output.weight' not in shapes,
-            context_tokens=fields.integer('llama.context_length'),
+            context_tokens=fields.integer(own('context_length')),
+            family=family,
+            **FAMILIES[family].switches
+            | (_gemma_fields(fields, n_layers, d_model) if architecture == 'gemma3' else {}),
         )
     except ConfigError as error:
         raise GgufError(f'{fields.path}: {error}') from error
 
 
+def _gemma_fields(fields: _Fields, n_layers: int, d_model: int) -> dict[str, object]:
+    """Which layers have windows, their rope and the scale of queries are not in the file: they are those of the family.
+
+    Scores are divided by the root of head_dim, as in all models but the largest.
+    """
+    family = FAMILIES['gemma3_text']
+    assert family.window_theta is not None
+    kinds = default_kinds('gemma3_text', n_layers, fields.integer('gemma3.attention.sliding_window'))
+    local = Rope(family.window_theta)
+    return {
+        'kinds': tuple(dataclasses.replace(kind, rope=local) if kind.window else kind for kind in kinds),
+        'embedding_factor': math.sqrt(d_model),
+    }
+
+
 def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
     return {
         'tokens': fields.listed('tokenizer.ggml.tokens', str),
-        'merges': fields.listed('tokenizer.ggml.merges', str),
+        # vocabularies of SentencePiece have scores in their place, and no pre-tokenizer
+        'merges': fields.listed('tokenizer.ggml.merges', str) if 'tokenizer.ggml.merges' in fields else [],
         'token_types': fields.listed('tokenizer.ggml.token_type', int),
-        'pre': fields.text('tokenizer.ggml.pre'),
+        'pre': fields.text('tokenizer.ggml.pre', ''),
         'eos_id': fields.integer('tokenizer.ggml.eos_token_id', least=0),
         'chat_template': fields.text('tokenizer.chat_template', ''),
         'tool_template': fields.text('tokenizer.chat_template.tool_use', ''),  # for conversations with tools

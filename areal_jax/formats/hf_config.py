@@ -7,24 +7,27 @@ by `hf_directory` and `hf_export`, and by app/ to know a model before its weight
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
-import sys
-from collections.abc import Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.errors import UserError
-from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, Experts, Llama3Scaling, ModelConfig
+from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, rope_fields
+from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, ClampedSwiglu, Experts, ModelConfig
 
 CONFIG = 'config.json'
-_FULL, _SLIDING = 'full_attention', 'sliding_attention'
-_NO_WINDOW_LAYERS = 28  # max_window_layers of the Qwen families
-
-
-class HfError(UserError, ValueError):
-    """A checkpoint directory that cannot be used: the message names the file, the field or tensor, and the fix."""
-
+TEXT_OF = {'gemma3': 'gemma3_text'}  # composite models by model_type, whose text part alone is read
+# what the models of some other types need
+_MISSING = {
+    'gemma4': 'head sizes that differ by layer, and layers that share their keys and values',
+    'gemma4_text': 'head sizes that differ by layer, and layers that share their keys and values',
+    'nemotron_h': 'state space layers (Mamba 2)',
+    'glm_moe_dsa': 'sparse attention by an indexer over latent keys (DSA)',
+    'kimi_linear': 'linear attention layers (KDA) and attention over latent keys (MLA)',
+    'phi3': 'fused query, key and value projections, and longrope',
+    'mistral3': 'the text part of this composite model, whose queries are scaled by their positions',
+}
 
 # options of the computation with the only value that is supported; absent and null count as that value
 _ONLY: dict[str, object] = {
@@ -48,6 +51,7 @@ _ONLY: dict[str, object] = {
     'dual_chunk_attention_config': None,
     'attention_chunk_size': None,
     'no_rope_layers': None,
+    'use_bidirectional_attention': False,
     'clip_qkv': None,
     'is_causal': True,
     'n_routed_experts': 0,
@@ -55,7 +59,6 @@ _ONLY: dict[str, object] = {
     'shared_expert_intermediate_size': 0,
     'router_jitter_noise': 0.0,
 }
-_SIZE_END = 2**31  # sizes are int32
 _LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours
 
 
@@ -66,17 +69,25 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
     field, and an option that is not supported.
     """
     path = pathlib.Path(directory) / CONFIG
-    fields = _Fields(path, read_json(path))
-    family = fields.get('model_type')
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise fields.unsupported('model_type', family, ', '.join(FAMILIES))
-    architectures = fields.get('architectures') or [FAMILIES[family].architecture]
-    if architectures != [FAMILIES[family].architecture]:
-        raise fields.unsupported('architectures', architectures, f'[{FAMILIES[family].architecture!r}]')
-    without_experts = {} if FAMILIES[family].experts else dict.fromkeys(EXPERT_COUNTS, 0)
-    for name, only in {**_ONLY, **without_experts}.items():
+    fields = Fields(path, read_json(path))
+    kind = fields.get('model_type')
+    if isinstance(kind, str) and kind in _MISSING:
+        raise HfError(f'{path}: model_type={kind!r} needs {_MISSING[kind]}, which is not supported')
+    if not isinstance(kind, str) or kind not in FAMILIES.keys() | TEXT_OF.keys():
+        raise fields.unsupported('model_type', kind, ', '.join([*FAMILIES, *TEXT_OF]))
+    family = TEXT_OF.get(kind, kind)
+    if kind in TEXT_OF:
+        fields = _text_fields(fields, family)
+    else:
+        architectures = fields.get('architectures') or [FAMILIES[family].architecture]
+        if architectures != [FAMILIES[family].architecture]:
+            raise fields.unsupported('architectures', architectures, f'[{FAMILIES[family].architecture!r}]')
+    for name, only in _only_values(family).items():
         if fields.get(name, only) != only:
             raise fields.unsupported(name, fields.get(name), repr(only))
+    quantized = fields.get('quantization_config')
+    if quantized is not None and (not isinstance(quantized, dict) or quantized.get('quant_method') != 'mxfp4'):
+        raise fields.unsupported('quantization_config', quantized, "null, or quant_method 'mxfp4'")
     try:
         return _model_config(fields, family)
     except HfError:
@@ -85,21 +96,37 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
         raise HfError(f'{path}: {error}') from error
 
 
+def _text_fields(fields: Fields, family: str) -> Fields:
+    """The fields of the text part of a composite model; whether the head is tied is said by the whole."""
+    text = fields.get('text_config', {})
+    if not isinstance(text, dict) or text.get('model_type', family) != family:
+        raise fields.unsupported('text_config', text, f'an object with model_type={family!r}')
+    return Fields(fields.path, {**text, 'tie_word_embeddings': fields.get('tie_word_embeddings')})
+
+
+def _only_values(family: str) -> dict[str, object]:
+    """The fields that must have one value, with the value; a family reads some of these fields itself."""
+    defaults = FAMILIES[family]
+    only = dict(_ONLY)
+    if not defaults.experts:
+        only |= dict.fromkeys(EXPERT_COUNTS, 0)
+    if defaults.unrotated_every:
+        del only['no_rope_layers'], only['pretraining_tp']  # published files have the second, and it changes nothing
+    if defaults.score_scalar is not None:
+        only |= {'hidden_activation': 'gelu_pytorch_tanh'}
+        for name in ('hidden_act', 'query_pre_attn_scalar', 'final_logit_softcapping'):
+            del only[name]
+    if defaults.experts and defaults.experts.swiglu:
+        del only['quantization_config']
+    return only
+
+
 def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
     """config.json of the model, for transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5.
 
     Raises HfError for a config that the family cannot have.
     """
     _require_expressible(config)
-    rope: dict[str, object] = {'rope_type': 'default'}
-    if (scaling := config.rope_scaling) is not None:
-        rope = {
-            'rope_type': 'llama3',
-            'factor': scaling.factor,
-            'low_freq_factor': scaling.low_frequency_factor,
-            'high_freq_factor': scaling.high_frequency_factor,
-            'original_max_position_embeddings': scaling.original_context_tokens,
-        }
     fields = {
         'architectures': [FAMILIES[config.family].architecture],
         'model_type': config.family,
@@ -112,9 +139,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
         'head_dim': config.head_dim,
         'hidden_act': 'silu',
         'rms_norm_eps': config.rms_eps,
-        'rope_theta': config.rope_theta,
-        'rope_scaling': rope if scaling else None,
-        'rope_parameters': {**rope, 'rope_theta': config.rope_theta},
+        **rope_fields(config),
         'max_position_embeddings': config.context_tokens,
         'tie_word_embeddings': config.tie_embeddings,
         'bos_token_id': None,  # the tokenizer decides; if the ids were absent, transformers would use 1 and 2
@@ -133,79 +158,53 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise HfError(str(error)) from error
 
 
-class _Fields:
-    """Fields of config.json by name; null counts as absent."""
-
-    def __init__(self, path: pathlib.Path, fields: Mapping[str, object]):
-        self.path, self._fields = path, fields
-
-    def get(self, name: str, default: object = None) -> Any:  # any JSON value
-        value = self._fields.get(name)
-        return default if value is None else value
-
-    def is_null(self, name: str) -> bool:
-        return name in self._fields and self._fields[name] is None
-
-    def integer(self, name: str, default: int | None = None, least: int = 1, end: int = _SIZE_END) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or not least <= value < end:
-            raise HfError(f'{self.path}: {name}={value!r} must be an integer of at least {least} and below {end}')
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # json reads NaN and Infinity
-            raise HfError(f'{self.path}: {name}={value!r} must be a number above 0 and finite')
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name, False)
-        if type(value) is not bool:
-            raise HfError(f'{self.path}: {name}={value!r} must be true or false')
-        return value
-
-    def unsupported(self, name: str, value: object, supported: str) -> HfError:
-        return HfError(f'{self.path}: {name}={value!r} is not supported; supported: {supported}')
-
-
-def _model_config(fields: _Fields, family: str) -> ModelConfig:
+def _model_config(fields: Fields, family: str) -> ModelConfig:
     defaults = FAMILIES[family]
-    n_layers = fields.integer('num_hidden_layers', end=_LAYERS_END)
-    n_heads = fields.integer('num_attention_heads')
-    d_model = fields.integer('hidden_size')
+    size = lambda name, **bounds: fields.integer(name, defaults.sizes.get(name), **bounds)
+    n_layers = size('num_hidden_layers', end=_LAYERS_END)
+    n_heads = size('num_attention_heads')
+    d_model = size('hidden_size')
     if fields.get('head_dim', defaults.head_dim) is None and d_model % n_heads:
         raise HfError(
             f'{fields.path}: hidden_size={d_model} is not a multiple of num_attention_heads={n_heads}, and there is no '
             'head_dim'
         )
     n_kv_heads = n_heads if fields.is_null('num_key_value_heads') else defaults.n_kv_heads or n_heads
-    rope_theta, rope_scaling = _rotary(fields, defaults.rope_theta)
-    experts = _experts(fields, family, n_layers)
-    window, first_window_layer = _window(fields, family, n_layers)
-    attention_bias = defaults.attention_bias == 'field' and fields.flag('attention_bias')
+    head_dim = fields.integer('head_dim', defaults.head_dim or d_model // n_heads)
+    rope, kinds = read_kinds(fields, family, n_layers)
+    attention_bias = defaults.attention_bias == 'field' and fields.flag('attention_bias', defaults.biased)
     return ModelConfig(
-        vocab_size=fields.integer('vocab_size'),
+        vocab_size=size('vocab_size'),
         d_model=d_model,
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=fields.integer('num_key_value_heads', n_kv_heads),
-        head_dim=fields.integer('head_dim', defaults.head_dim or d_model // n_heads),
+        head_dim=head_dim,
         d_ff=_d_ff(fields, family),
-        rope_theta=rope_theta,
+        rope_theta=rope.theta,
         rms_eps=fields.number('rms_norm_eps', defaults.rms_eps),
-        tie_embeddings=fields.flag('tie_word_embeddings'),
+        tie_embeddings=fields.flag('tie_word_embeddings', defaults.tie_embeddings),
         context_tokens=fields.integer('max_position_embeddings', defaults.context_tokens),
         family=family,
         output_bias=attention_bias,
-        rope_scaling=rope_scaling,
-        sliding_window=window,
-        first_window_layer=first_window_layer,
-        experts=experts,
+        rope_scaling=rope.scaling,
+        kinds=kinds,
+        experts=_experts(fields, family, n_layers),
+        embedding_factor=math.sqrt(d_model) if defaults.scales_embedding else 1.0,
+        score_scale=_score_scale(fields, family, head_dim),
+        logit_cap=fields.optional_number('final_logit_softcapping') if defaults.score_scalar is not None else None,
         **defaults.switches | ({'qkv_bias': True} if attention_bias else {}),
     )
 
 
-def _experts(fields: _Fields, family: str, n_layers: int) -> Experts | None:
+def _score_scale(fields: Fields, family: str, head_dim: int) -> float | None:
+    if (default := FAMILIES[family].score_scalar) is None:
+        return None
+    scalar = fields.integer('query_pre_attn_scalar', default)
+    return None if scalar == head_dim else scalar**-0.5
+
+
+def _experts(fields: Fields, family: str, n_layers: int) -> Experts | None:
     if (names := FAMILIES[family].experts) is None:
         return None
     given = {name: fields.get(name) for name in EXPERT_COUNTS if fields.get(name) is not None}
@@ -218,10 +217,13 @@ def _experts(fields: _Fields, family: str, n_layers: int) -> Experts | None:
         raise HfError(f'{fields.path}: num_experts_per_tok={per_token} is more than the {count} experts')
     normalised = fields.flag('norm_topk_prob') if names.normalised is None else names.normalised
     dense = _dense_layers(fields, n_layers) if names.has_dense_layers else ()
-    return Experts(count, per_token, fields.integer(*names.d_expert), normalised, dense)
+    swiglu = names.swiglu and ClampedSwiglu(
+        fields.number('swiglu_limit', names.swiglu.limit), fields.number('swiglu_alpha', names.swiglu.alpha)
+    )
+    return Experts(count, per_token, fields.integer(*names.d_expert), normalised, dense, swiglu)
 
 
-def _dense_layers(fields: _Fields, n_layers: int) -> tuple[int, ...]:
+def _dense_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """The layers in mlp_only_layers, and all but each `decoder_sparse_step`-th."""
     listed = fields.get('mlp_only_layers', [])
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < n_layers for layer in listed):
@@ -235,88 +237,29 @@ def _dense_layers(fields: _Fields, n_layers: int) -> tuple[int, ...]:
     return dense
 
 
-def _d_ff(fields: _Fields, family: str) -> int:
+def _d_ff(fields: Fields, family: str) -> int:
     experts = FAMILIES[family].experts
-    default = experts.d_ff or experts.d_expert[1] if experts else None
+    default = experts.d_ff or experts.d_expert[1] if experts else FAMILIES[family].sizes.get('intermediate_size')
     return fields.integer('intermediate_size', default)
-
-
-def _rotary(fields: _Fields, default_theta: float) -> tuple[float, Llama3Scaling | None]:
-    """(theta, scaling); as in transformers, rope_scaling comes before rope_parameters and either before rope_theta."""
-    name = 'rope_scaling' if fields.get('rope_scaling') else 'rope_parameters'
-    rope = fields.get(name, {})
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise fields.unsupported(name, rope, 'one object for all layers')
-    inner = _Fields(fields.path, {f'{name}.{key}': value for key, value in rope.items()})
-    theta = inner.number(f'{name}.rope_theta', fields.number('rope_theta', default_theta))
-    if inner.get(partial := f'{name}.partial_rotary_factor', 1.0) != 1.0:
-        raise fields.unsupported(partial, inner.get(partial), '1.0')
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind == 'default':
-        return theta, None
-    if kind != 'llama3':
-        raise fields.unsupported(f'{name}.rope_type', kind, "'default', 'llama3'")
-    return theta, Llama3Scaling(
-        factor=inner.number(f'{name}.factor'),
-        low_frequency_factor=inner.number(f'{name}.low_freq_factor'),
-        high_frequency_factor=inner.number(f'{name}.high_freq_factor'),
-        original_context_tokens=inner.integer(
-            f'{name}.original_max_position_embeddings', fields.get('max_position_embeddings')
-        ),
-    )
-
-
-def _window(fields: _Fields, family: str, n_layers: int) -> tuple[int | None, int]:
-    """(the window in tokens or None, the first layer that has it)."""
-    size, first, windows, default = None, 0, FAMILIES[family].windows, FAMILIES[family].window
-    if windows == 'none':
-        if (value := fields.get('sliding_window')) is not None:
-            raise fields.unsupported(
-                'sliding_window', value, f'null, since transformers ignores it in a {family} model'
-            )
-    elif windows == 'all':
-        size = _window_size(fields, default)
-    elif fields.flag('use_sliding_window'):
-        size = _window_size(fields, default)
-        if windows == 'some' and size is not None:
-            first = fields.integer('max_window_layers', _NO_WINDOW_LAYERS, least=0)
-    if (types := fields.get('layer_types')) is not None:
-        listed = _first_window_layer(fields, types, n_layers)
-        if size is not None and windows == 'some':  # for other families transformers ignores the list
-            first = listed
-        elif listed != (n_layers if size is None else 0):
-            raise fields.unsupported('layer_types', types, f'what a {family} model with sliding_window={size} computes')
-    return (None, 0) if size is None or first >= n_layers else (size, first)
-
-
-def _window_size(fields: _Fields, default: int | None) -> int | None:
-    if fields.is_null('sliding_window') or fields.get('sliding_window', default) is None:
-        return None
-    return fields.integer('sliding_window', default)
-
-
-def _first_window_layer(fields: _Fields, types: object, n_layers: int) -> int:
-    first = types.count(_FULL) if isinstance(types, list) else 0
-    if types != [_FULL] * first + [_SLIDING] * (n_layers - first):
-        raise fields.unsupported(
-            'layer_types', types, f'{n_layers} entries, first every {_FULL!r}, then every {_SLIDING!r}'
-        )
-    return first
 
 
 def _family_fields(config: ModelConfig) -> dict[str, object]:
     family = FAMILIES[config.family]
-    fields: dict[str, object] = {'mlp_bias': False} if config.family == 'llama' else {}
+    fields: dict[str, object] = {'mlp_bias': False} if config.family in ('llama', 'smollm3') else {}
     if family.attention_bias == 'field':
         fields['attention_bias'] = config.qkv_bias
-    if family.windows != 'none':
-        fields['sliding_window'] = config.sliding_window
-    if family.windows in ('flag', 'some'):
-        fields['use_sliding_window'] = config.sliding_window is not None
-    if family.windows == 'some':
-        windowed = config.sliding_window is not None
-        fields['max_window_layers'] = config.first_window_layer if windowed else config.n_layers
-    return fields | _expert_fields(config)
+    if family.windows == 'listed':
+        fields['pad_token_id'] = None  # the default of these may be beyond the vocabulary
+    if family.score_scalar is not None:
+        scale = config.score_scale
+        fields |= {
+            'hidden_activation': 'gelu_pytorch_tanh',
+            'query_pre_attn_scalar': config.head_dim if scale is None else round(scale**-2),
+            'final_logit_softcapping': config.logit_cap,
+            'attn_logit_softcapping': None,
+        }
+        fields['use_bidirectional_attention'] = False
+    return fields | kind_fields(config) | _expert_fields(config)
 
 
 def _expert_fields(config: ModelConfig) -> dict[str, object]:
@@ -330,6 +273,8 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
         'output_router_logits': False,
         'router_aux_loss_coef': 0.0,  # of supervised training in transformers; the value used for these is unknown
     }
+    if experts.swiglu is not None:
+        fields |= {'swiglu_limit': experts.swiglu.limit, 'swiglu_alpha': experts.swiglu.alpha}
     if names.normalised is None:
         fields['norm_topk_prob'] = experts.normalised
     if names.has_dense_layers:
@@ -340,15 +285,15 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
 def _require_expressible(config: ModelConfig) -> None:
     """Raises HfError for a config that the family's config.json cannot express."""
     family = FAMILIES[config.family]
-    expected: dict[str, object] = {'qk_norm': family.qk_norm, 'whole_qk_norm': family.whole_qk_norm, 'plain': False}
+    expected: dict[str, object] = {**family.switches, 'plain': False}
+    del expected['qkv_bias']  # below
+    expected['embedding_factor'] = math.sqrt(config.d_model) if family.scales_embedding else 1.0
+    if family.score_scalar is None:
+        expected |= {'score_scale': None, 'logit_cap': None}
     if family.attention_bias == 'field':
         expected['output_bias'] = config.qkv_bias
     else:
         expected |= {'qkv_bias': family.attention_bias == 'qkv', 'output_bias': False}
-    if family.windows == 'none':
-        expected['sliding_window'] = None
-    if family.windows in ('all', 'flag') and config.sliding_window is not None:
-        expected['first_window_layer'] = 0
     if config.experts is not None and family.experts is not None:
         if family.experts.normalised is not None and config.experts.normalised != family.experts.normalised:
             raise HfError(f'normalised={config.experts.normalised} cannot be written for family={config.family!r}')

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import pathlib
-import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeGuard
 
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
+from areal_jax.formats.hf_layouts import WeightsError, split_fused, take_text, unpack_mxfp4
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import FORMS, Params, WeightSpec, at_layer, is_adapter, leaf_at, nest, weight_table
@@ -33,10 +33,6 @@ class HasShape(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
-
-
-class WeightsError(UserError, ValueError):
-    """Tensors do not match the model; the message names them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,55 +136,6 @@ def require_tensors(tensors: Mapping[str, HasShape], config: ModelConfig) -> Non
         raise WeightsError(f'these are not the weights of the model: {"; ".join(faults[:8])}{more}')
 
 
-# Files of Hugging Face in which the experts of a layer are two fused tensors: read as if each matrix were a tensor.
-#
-# `mlp.experts.gate_up_proj` [E, 2 M, d] has gate and up of each expert, one after the other, `mlp.experts.down_proj`
-# [E, d, M] has down. The numbers of both are in the order that separate tensors would have. E experts, d model width,
-# M width of an expert.
-
-
-_EXPERTS = 'layers/*/mlp/experts/'
-_FUSED = {'gate_up_proj': ('gate', 'up'), 'down_proj': ('down',)}  # the matrices in a fused tensor, in order
-
-
-def split_fused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of a directory, each fused tensor replaced by one per matrix, at its place in the same file.
-
-    Raises WeightsError for a fused tensor of another shape, and if a layer has experts in both layouts.
-    """
-    if config.experts is None:
-        return dict(stored)
-    names = {name: weight_table(config)[_EXPERTS + name].hf_name or '' for name in ('gate', 'up', 'down')}
-    module = re.escape(names['gate'].partition('.*.')[2].partition('.*.')[0])  # 'mlp.experts'
-    pattern = re.compile(rf'model\.layers\.(\d+)\.{module}\.({"|".join(_FUSED)})')
-    split: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
-        parts = [(name, tensor)]
-        if found := pattern.fullmatch(name):
-            parts = list(_split(tensor, _FUSED[found[2]], int(found[1]), names, config))
-        for own, part in parts:
-            if own in split:
-                raise WeightsError(f'{own} is there twice, by itself and in a fused tensor: remove one')
-            split[own] = part
-    return split
-
-
-def _split(
-    tensor: StoredTensor, matrices: tuple[str, ...], layer: int, names: Mapping[str, str], config: ModelConfig
-) -> Iterator[tuple[str, StoredTensor]]:
-    assert config.experts is not None
-    width, d = config.experts.d_expert, config.d_model
-    shape = (d, width) if matrices == ('down',) else (width, d)
-    whole = (config.experts.count, len(matrices) * shape[0], shape[1])
-    if tensor.shape != whole:
-        raise WeightsError(f'{tensor.name} has shape {list(tensor.shape)} instead of {list(whole)}')
-    nbytes = tensor.nbytes // math.prod(whole) * math.prod(shape)
-    for number in range(config.experts.count * len(matrices)):
-        expert, matrix = divmod(number, len(matrices))
-        own = at_layer(at_layer(names[matrices[matrix]], layer), expert)
-        yield own, dataclasses.replace(tensor, name=own, shape=shape, offset=tensor.offset + number * nbytes)
-
-
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 WEIGHT_DTYPES = ('float32', 'bfloat16', 'float16')
 BLOCK_BYTES = 16 << 20  # bounds the bytes that are read at once
@@ -209,7 +156,8 @@ def load_hf(
     list form and that tensor of all layers in stacked form.) Every process of a run calls this function and reads the
     rows that its devices hold; it drops the columns that they do not hold after reading.
 
-    Ignored: the rotary buffers of old Llama files, and lm_head.weight if it equals a tied embedding.
+    Ignored: the rotary buffers of old Llama files, and lm_head.weight if it equals a tied embedding. Of a composite
+    model the text part alone is read, and a note on stderr names the other tensors.
 
     Args:
       shardings: one sharding for all leaves, or a tree of shardings in the form `layers`; None = the default device.
@@ -296,10 +244,13 @@ def _require_model(
     directory: pathlib.Path, stored: Mapping[str, StoredTensor], config: ModelConfig
 ) -> dict[str, StoredTensor]:
     """The tensors of the model, after checking that they are complete; tensors that may be ignored are left out."""
-    kept = {name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)}
+    kept, skipped = take_text({name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)})
+    if skipped:
+        parts = ', '.join(f'{count} of {part}' for part, count in skipped.items())
+        print(f'note: {directory}: tensors that are not part of the text model are not read: {parts}', file=sys.stderr)
     head = kept.pop(_HEAD, None) if config.tie_embeddings else None
     try:
-        kept = split_fused(kept, config)
+        kept = unpack_mxfp4(split_fused(kept, config), config)
         require_tensors(kept, config)
     except WeightsError as error:
         raise HfError(f'{directory}: {error}') from error

@@ -31,13 +31,13 @@ from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
-from areal_jax.models.vocabulary_divergence import clamped_entropy, count_kept, token_divergences
+from areal_jax.models.vocabulary_divergence import Caps, clamped_entropy, count_kept, token_divergences
 from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
 from areal_jax.sharding.rules import ROW_AXES, TOKEN_AXES, data_shards
 from areal_jax.types import Tree
 
 Rows = Mapping[str, jax.Array]  # fields of a micro-batch [R, ...], see passes.training_rows
-_AttendRows = Callable[..., jax.Array]  # (q, k, v, segments, parents, positions, first=0) -> out
+_AttendRows = Callable[..., jax.Array]  # (q, k, v, sinks, segments, parents, positions, first=0) -> out
 
 
 class SeenRoutes(NamedTuple):
@@ -132,12 +132,13 @@ def score_targets(
     stream = Stream(mesh, *targets.shape)
     # logprobs and entropy are [R * N] until they are unflattened
     arguments = stream.flatten(states), decoder.head(params), stream.flatten(targets), temperature
+    cap = decoder.config.logit_cap
     if stream.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
-            *arguments, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', compute=compute
+            *arguments, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', cap=cap, compute=compute
         )
     else:
-        logprobs, entropy = compute(*arguments)
+        logprobs, entropy = compute(*arguments, cap=cap)
     return stream.unflatten(logprobs), stream.unflatten(entropy)
 
 
@@ -196,9 +197,16 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
     """`attend` of Decoder.hidden. On a mesh, each device computes the queries of its rows, tokens and heads."""
     places = tuple(rows[name] for name in ('segment_ids', 'parent_ids', 'positions'))  # [R, T] each
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None, *, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Tree]:
         def attend_rows(
-            q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array, first: int | jax.Array = 0
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            sinks: jax.Array | None,
+            *places: jax.Array,
+            first: int | jax.Array = 0,
         ) -> jax.Array:
             segments, parents, positions = places
             return packed_rows_attention(
@@ -212,11 +220,13 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
                 positions=positions,
                 window=window,
                 first=first,
+                sinks=sinks,
             )
 
         mesh = stream.mesh
         run = attend_rows if mesh is None else _over_mesh(attend_rows, mesh, q.shape[1], k.shape[1])
-        out = run(*(stream.unflatten(x) for x in (q, k, v)), *places)  # q, out [R, T, H, D]; k, v [R, T, K, D]
+        q, k, v = (stream.unflatten(x) for x in (q, k, v))
+        out = run(q, k, v, sinks, *places)  # q, out [R, T, H, D]; k, v [R, T, K, D]
         return stream.flatten(out), entry
 
     return attend
@@ -231,20 +241,20 @@ def _over_mesh(attend_rows: _AttendRows, mesh: Mesh, n_heads: int, n_kv_heads: i
     require_heads(n_heads, n_kv_heads, tensor)
     cut_keys = n_kv_heads % tensor == 0
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, *places: jax.Array) -> jax.Array:
         if not cut_keys:
             head = jax.lax.axis_index('tensor') * n_kv_heads // tensor
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
         if context == 1:
-            return attend_rows(q, k, v, *places)
+            return attend_rows(q, k, v, sinks, *places)
         k, v = (from_slices(jax.lax.all_gather(x, 'context', axis=1, tiled=True), context) for x in (k, v))
         firsts = first_tokens(jax.lax.axis_index('context'), k.shape[1], context)
         halves = zip(jnp.split(q, 2, axis=1), firsts, strict=True)
-        return jnp.concatenate([attend_rows(half, k, v, *places, first=first) for half, first in halves], axis=1)
+        return jnp.concatenate([attend_rows(half, k, v, sinks, *places, first=first) for half, first in halves], axis=1)
 
     heads = PartitionSpec(ROW_AXES, 'context', 'tensor')
     keys = heads if cut_keys else PartitionSpec(ROW_AXES, 'context')
-    in_specs = (heads, keys, keys) + (PartitionSpec(ROW_AXES),) * 3
+    in_specs = (heads, keys, keys, PartitionSpec('tensor')) + (PartitionSpec(ROW_AXES),) * 3
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
 
 
@@ -268,6 +278,7 @@ def vocabulary_statistics(
     temperature: jax.Array,
     mesh: Mesh,
     teacher: Callable[[], tuple[jax.Array, jax.Array]],
+    caps: Caps = (None, None),
 ) -> dict[str, jax.Array]:
     """The statistics that the objective reads, float32 [R, N] each; no other is computed.
 
@@ -275,6 +286,7 @@ def vocabulary_statistics(
       states: hidden states [R, N, d] of the policy where it predicts.
       head: [V, d].
       teacher: returns the teacher's states and head, see `read_teacher`.
+      caps: ModelConfig.logit_cap of the policy and of the teacher.
     """
     found: dict[str, jax.Array] = {}
     if not STATISTICS & objective.reads:
@@ -282,11 +294,13 @@ def vocabulary_statistics(
     rates = jnp.broadcast_to(temperature, states.shape[:2])
     if CLAMPED_ENTROPY in objective.reads:
         kept = count_kept(len(head), objective.entropy_clamp)
-        (found[CLAMPED_ENTROPY],) = _map(functools.partial(_entropies, kept=kept), (states, rates), (head,), mesh)
+        (found[CLAMPED_ENTROPY],) = _map(
+            functools.partial(_entropies, kept=kept, cap=caps[0]), (states, rates), (head,), mesh
+        )
     if DIVERGENCES & objective.reads:
         teacher_states, teacher_head = teacher()
         tokens, heads = (states, teacher_states, rates), (head, teacher_head)
-        found[REVERSE_KL], found[FORWARD_KL] = _map(_divergences, tokens, heads, mesh)
+        found[REVERSE_KL], found[FORWARD_KL] = _map(functools.partial(_divergences, caps=caps), tokens, heads, mesh)
     return found
 
 
@@ -310,11 +324,13 @@ def _map(compute: Callable[..., _Arrays], tokens: _Arrays, heads: _Arrays, mesh:
     return tuple(stream.unflatten(x) for x in results)
 
 
-def _entropies(tokens: _Arrays, heads: _Arrays, *, kept: int, axis_name: str | None = None) -> _Arrays:
+def _entropies(
+    tokens: _Arrays, heads: _Arrays, *, kept: int, cap: float | None, axis_name: str | None = None
+) -> _Arrays:
     states, rates = tokens
-    return (clamped_entropy(states, heads[0], rates, kept, axis_name=axis_name),)
+    return (clamped_entropy(states, heads[0], rates, kept, cap=cap, axis_name=axis_name),)
 
 
-def _divergences(tokens: _Arrays, heads: _Arrays, *, axis_name: str | None = None) -> _Arrays:
+def _divergences(tokens: _Arrays, heads: _Arrays, *, caps: Caps, axis_name: str | None = None) -> _Arrays:
     states, teacher_states, rates = tokens
-    return tuple(token_divergences(states, heads[0], teacher_states, heads[1], rates, axis_name=axis_name))
+    return tuple(token_divergences(states, heads[0], teacher_states, heads[1], rates, caps=caps, axis_name=axis_name))

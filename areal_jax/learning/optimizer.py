@@ -231,7 +231,8 @@ def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
 
     def decay(path: KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         name = path_name(path)
-        is_matrix = param.ndim - is_stacked(name) >= 2  # a leaf of experts is a stack of matrices
+        # a leaf of experts is a stack of matrices, or of biases
+        is_matrix = param.ndim - is_stacked(name) >= 2 and not name.endswith('_bias')
         return update + weight_decay * param if is_matrix and name != 'embedding' else update
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(decay, updates, params))

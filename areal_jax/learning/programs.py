@@ -260,7 +260,8 @@ class Programs:
     def _statistics(self, weights: Tree, states: jax.Array, rows: Rows, scalars: Scalars) -> dict[str, jax.Array]:
         teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
         objective, head = self.settings.objective, self.decoder.head(weights)
-        return vocabulary_statistics(objective, states, head, scalars['temperature'], self.mesh, teacher)
+        caps = self.decoder.config.logit_cap, self.teacher.decoder.config.logit_cap if self.teacher else None
+        return vocabulary_statistics(objective, states, head, scalars['temperature'], self.mesh, teacher, caps)
 
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
         def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:

@@ -49,8 +49,9 @@ class RowLayout:
             tokens=settings.learner.row_tokens,
             dtype=settings.learner.dtype,
             head_dim=config.head_dim,
-            window=config.sliding_window,
+            window=next((window for window in config.windows if window), None),
             slices=mesh.shape['context'] > 1,
+            sinks=config.sinks,
         )
         # not every attention backend can show one prompt to several answers
         self.packing = settings.learner.packing if shares_prompts(self.attention) else 'ordinary'

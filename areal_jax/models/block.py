@@ -7,6 +7,8 @@ model width.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -21,27 +23,33 @@ from areal_jax.models.weights import Lora, Nested, WeightSpec
 from areal_jax.types import Tree
 
 Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, float32 [T, D/2]
-# (q [T, H, D], k [T, K, D], v [T, K, D]) -> (out [T, H, D], the layer's entry of the cache)
-AttendLayer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Tree]]
+# (q [T, H, D], k [T, K, D], v [T, K, D], of a model with sinks also `sinks` [H]) -> (out [T, H, D], the layer's entry
+# of the cache)
+AttendLayer = Callable[..., tuple[jax.Array, Tree]]
 
 
 class Layer(nnx.Module):
-    """Attention and MLP or experts, each with a norm before it and added to the residual stream."""
+    """Attention and MLP or experts, each added to the residual stream, with norms before it, behind it or both."""
 
     attention_norm: nnx.Param
+    attention_out_norm: nnx.Param
     mlp_norm: nnx.Param
+    mlp_out_norm: nnx.Param
 
     def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None, form: Activations):
         _declare(self, weights)
-        self.eps, self.form = c.rms_eps, form
+        self.eps, self.centred, self.form = c.rms_eps, c.centred_norms, form
+        self.has_norm = tuple(name in weights for name in _NORMS)
         self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
         of_mlp = _below(weights, 'mlp')
         self.mlp: _Experts | _PlainMlp | _Mlp
         if 'experts' in of_mlp:
             assert c.experts is not None
             self.mlp = _Experts(of_mlp, c.experts, c.d_model, form)
+        elif c.plain:
+            self.mlp = _PlainMlp(of_mlp, lora, form)
         else:
-            self.mlp = (_PlainMlp if c.plain else _Mlp)(of_mlp, lora, form)
+            self.mlp = _Mlp(of_mlp, c.activation, lora, form)
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, attend: AttendLayer, routing: Routing
@@ -50,21 +58,29 @@ class Layer(nnx.Module):
 
         `routing.recorded` has the routes of this layer only, [T, k].
         """
-        out, entry = self.attention(self._norm(x, self.attention_norm[...]), rotation, attend)
-        x = x + out
-        normal = self._norm(x, self.mlp_norm[...])
+        out, entry = self.attention(self._norm(x, 'attention_norm'), rotation, attend)
+        x = x + self._norm(out, 'attention_out_norm')
+        normal = self._norm(x, 'mlp_norm')
         if not isinstance(self.mlp, _Experts):
-            return x + self.mlp(normal), entry, None
+            return x + self._norm(self.mlp(normal), 'mlp_out_norm'), entry, None
         y, routed = self.mlp(normal, routing)
-        return x + y, entry, routed
+        return x + self._norm(y, 'mlp_out_norm'), entry, routed
 
-    def _norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        return rms_norm(x, self.form.by_feature(scale), self.eps, self.form.features)
+    def _norm(self, x: jax.Array, name: str) -> jax.Array:
+        """The norm of this name, or x if the layer lacks it."""
+        if not self.has_norm[_NORMS.index(name)]:
+            return x
+        scale = self.form.by_feature(getattr(self, name)[...])
+        return rms_norm(x, norm_scale(scale, self.centred), self.eps, self.form.features)
+
+
+_NORMS = ('attention_norm', 'attention_out_norm', 'mlp_norm', 'mlp_out_norm')
 
 
 class _Attention(nnx.Module):
     query_norm: nnx.Param
     key_norm: nnx.Param
+    sinks: nnx.Param
 
     def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None, form: Activations):
         _declare(self, weights)
@@ -72,7 +88,10 @@ class _Attention(nnx.Module):
             _Linear(_below(weights, name), lora, form) for name in ('query', 'key', 'value', 'output')
         )
         self.head_dim, self.eps, self.form = c.head_dim, c.rms_eps, form
-        self.qk_norm, self.whole_qk_norm = c.qk_norm, c.whole_qk_norm
+        self.qk_norm, self.whole_qk_norm, self.centred = c.qk_norm, c.whole_qk_norm, c.centred_norms
+        self.has_sinks = c.sinks
+        # every attention scales by 1 / sqrt(D): another scale is brought in by the queries
+        self.query_factor = 1.0 if c.score_scale is None else c.score_scale * math.sqrt(c.head_dim)
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
         projected = _project(x, self.query, self.key, self.value)
@@ -82,21 +101,32 @@ class _Attention(nnx.Module):
             projected = norm(q, self.query_norm), norm(k, self.key_norm), v
         q, k, v = (self.form.split_heads(y, self.head_dim) for y in projected)
         if self.qk_norm:
-            q, k = rms_norm(q, self.query_norm[...], self.eps), rms_norm(k, self.key_norm[...], self.eps)
-        out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v)
+            of_query, of_key = (norm_scale(norm[...], self.centred) for norm in (self.query_norm, self.key_norm))
+            q, k = rms_norm(q, of_query, self.eps), rms_norm(k, of_key, self.eps)
+        if self.query_factor != 1.0:
+            q = (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
+        sinks = {'sinks': self.sinks[...]} if self.has_sinks else {}
+        out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v, **sinks)
         [y] = _project(self.form.join_heads(out), self.output)
         return y, entry
 
 
 class _Mlp(nnx.Module):
-    def __init__(self, weights: Nested, lora: Lora | None, form: Activations):
+    def __init__(self, weights: Nested, activation: str, lora: Lora | None, form: Activations):
         _declare(self, weights)
+        self.activation = activation
         self.gate, self.up, self.down = (_Linear(_below(weights, name), lora, form) for name in ('gate', 'up', 'down'))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = _project(x, self.gate, self.up)
-        [y] = _project(jax.nn.silu(gate) * up, self.down)
+        [y] = _project(_ACTIVATIONS[self.activation](gate) * up, self.down)
         return y
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    'silu': jax.nn.silu,
+    'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class _Experts(nnx.Module):
@@ -110,21 +140,31 @@ class _Experts(nnx.Module):
             router = self.router.weight.get_value().astype(jnp.float32)
             [logits] = self.form.multiply(x.astype(jnp.float32), router)
         rows = lambda y, features: self.form.split_heads(y, features)[:, 0]
+        if self.router.has_bias:
+            logits = logits + self.form.by_feature(self.router.bias[...].astype(jnp.float32))
         choice = choose_experts(
             rows(logits, self.choice.count), self.choice, routing.valid, routing.recorded, routing.follows
         )
-        matrices = (matrix.get_value() for matrix in (self.experts.gate, self.experts.up, self.experts.down))
-        y = routing.mix(rows(x, self.d_model), choice.experts, choice.weights, *matrices)
+        leaves = (leaf.get_value() for leaf in self.experts.leaves())
+        y = routing.mix(rows(x, self.d_model), choice.experts, choice.weights, *leaves, swiglu=self.choice.swiglu)
         return self.form.join_heads(y[:, None]), choice.routed
 
 
 class _ExpertWeights(nnx.Module):
     gate: nnx.Param
     up: nnx.Param
+    gate_up: nnx.Param
+    gate_up_bias: nnx.Param
     down: nnx.Param
+    down_bias: nnx.Param
 
     def __init__(self, weights: Nested):
         _declare(self, weights)
+        self.names = tuple(weights)
+
+    def leaves(self) -> tuple[nnx.Param, ...]:
+        """In the order of the table of weights."""
+        return tuple(getattr(self, name) for name in self.names)
 
 
 class _PlainMlp(nnx.Module):
@@ -165,6 +205,11 @@ def _project(x: jax.Array, *linears: _Linear) -> tuple[jax.Array, ...]:
     """Applies each linear to activations x; their products are one call of the form."""
     products = linears[0].form.multiply(x, *(linear.weight.get_value() for linear in linears))
     return tuple(linear.complete(x, product) for linear, product in zip(linears, products, strict=True))
+
+
+def norm_scale(scale: jax.Array, centred: bool) -> jax.Array:
+    """The factor of a norm: its weight, or 1 + the weight in float32."""
+    return 1.0 + scale.astype(jnp.float32) if centred else scale
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.Array:

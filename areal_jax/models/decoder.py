@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,25 @@ from flax import nnx
 from areal_jax.config.fields import ConfigError
 from areal_jax.models import native_layers
 from areal_jax.models import weights as initial
-from areal_jax.models.block import Layer, Rotation, rms_norm
+from areal_jax.models.block import Layer, Rotation, norm_scale, rms_norm
 from areal_jax.models.experts import Routed, Routing, follow_choice
-from areal_jax.models.families import ModelConfig
-from areal_jax.models.logprobs import Ranking, effective_temperature, rank_tokens
+from areal_jax.models.families import LayerKind, ModelConfig, Rope
+from areal_jax.models.logprobs import Ranking, cap_logits, effective_temperature, rank_tokens
 from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
-from areal_jax.models.rotary import rotary
+from areal_jax.models.rotary import no_rotation, rotary
 from areal_jax.models.weights import FORMS, Lora, Params, map_matrices, nest, stack_layers, weight_table
 from areal_jax.types import Tree
 
-# (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window) -> (out [T, H, D], cache of the layer)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Tree, int | None], tuple[jax.Array, Tree]]
+# (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window, of a model with sinks also `sinks` [H]) ->
+# (out [T, H, D], cache of the layer)
+Attend = Callable[..., tuple[jax.Array, Tree]]
 Constrain = Callable[[jax.Array], jax.Array]
 _Written = tuple[Tree, Routed | None]  # the entry of the cache of a layer, and the choices of its router
 # (weights, x, entry of the cache, recorded routes [T, k]) of a layer -> (x, the new entry and choices)
 _Block = Callable[[Params, jax.Array, Tree, jax.Array | None], tuple[jax.Array, _Written]]
-_Kind = tuple[int | None, bool]  # of a layer: its window, and whether it has experts
+_Kind = tuple[LayerKind, bool]  # of a layer: its attention, and whether it has experts
+_Rotations = Mapping[Rope | None, Rotation]  # by the rope of a layer
 _MakeBlock = Callable[[_Kind], _Block]
 
 _TOKENS = {**ACTIVATIONS, **QUANTIZED}
@@ -88,7 +90,7 @@ class Decoder:
         self.config, self.layers, self.lora, self.tokens = config, layers, lora, tokens
         self._remat, self._form = remat, _TOKENS[tokens]
         self._table = weight_table(config, lora)
-        self._kinds = [(config.window(layer), config.has_experts(layer)) for layer in range(config.n_layers)]
+        self._kinds = [(config.kind(layer), config.has_experts(layer)) for layer in range(config.n_layers)]
         have_experts = {has_experts for _, has_experts in self._kinds}
         if layers == 'stacked' and len(have_experts) > 1:
             raise ConfigError(
@@ -127,7 +129,8 @@ class Decoder:
         return nest(leaves)
 
     def init(self, seed: int, scale: float = 1.0, embedding_scale: float = 1.0) -> Params:
-        """Random weights: each leaf is a function of (seed, its path in list form, its scale) alone, see families.Init.
+        """Random weights: each leaf is a function of (seed, its path in list form, its scale) alone, see
+        weight_rows.Init.
 
         `scale` multiplies the standard deviation of every matrix, `embedding_scale` only of embedding and positions.
         """
@@ -164,8 +167,9 @@ class Decoder:
         Args:
           tokens, positions: int32 [T].
           attend: computes attention and its mask. It gets q [T, H, D] and k [T, K, D] after the rotation, v [T, K, D],
-            the layer's entry of `cache` (None without a cache) and the layer's window in tokens (None = no window). It
-            scales the scores by 1/sqrt(D) and returns out [T, H, D] and the new entry.
+            the layer's entry of `cache` (None without a cache) and the layer's window in tokens (None = no window), and
+            of a model with sinks the layer's, float [H], as `sinks`. It scales the scores by 1/sqrt(D) and returns out
+            [T, H, D] and the new entry.
           cache: a tuple of entries in list form; entries stacked along a leading axis in stacked form.
           constrain: sharding constraint of the residual stream, applied to the embedding and after every layer.
           wanted: int32 [], only the first `wanted` tokens count, and the others may be left out; None = all.
@@ -186,7 +190,7 @@ class Decoder:
     ) -> tuple[jax.Array, Tree, Routed | None]:
         """The results of `hidden`, and the choices of the routers (None for a model without experts)."""
         c = self.config
-        x, rotation = self._enter(params, tokens, positions)
+        x, rotations = self._enter(params, tokens, positions)
         x = constrain(x)
         run = self._run_stacked if self.layers == 'stacked' else self._run_list
         count = jnp.int32(len(tokens)) if wanted is None else wanted
@@ -194,15 +198,16 @@ class Decoder:
         if wanted is not None:
             first = jnp.arange(len(tokens)) < wanted
             routing = dataclasses.replace(routing, valid=first if routing.valid is None else routing.valid & first)
-        make = functools.partial(self._make_block, rotation, attend, constrain, count, routing)
+        make = functools.partial(self._make_block, rotations, attend, constrain, count, routing)
         x, written, routed = run(params['layers'], x, cache, make, routing.recorded)
         if not c.plain:
-            x = rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features)
+            scale = norm_scale(self._form.by_feature(params['final_norm']), c.centred_norms)
+            x = rms_norm(x, scale, c.rms_eps, self._form.features)
         return x, written, routed
 
     def can_step(self, params: Params) -> bool:
-        """Whether `step` supports these prepared weights."""
-        layers = params['layers'].values() if self.layers == 'list' else ()
+        """Whether `step` supports these prepared weights: its layers have one rotation."""
+        layers = params['layers'].values() if self.layers == 'list' and len(self._ropes) == 1 else ()
         return bool(layers) and all(map(self._is_native, layers)) and native_layers.has_kernel(self.head(params))
 
     def step(
@@ -223,26 +228,38 @@ class Decoder:
         """
         c = self.config
         layers = [params['layers'][str(i)] for i in range(c.n_layers)]
-        x, rotation = self._enter(params, tokens, positions)
+        x, rotations = self._enter(params, tokens, positions)
+        [rotation] = rotations.values()
         return native_layers.run_step(
             c, layers, params['final_norm'], self.head(params), x, rotation, cache, read,
             effective_temperature(temperature),
         )  # fmt: skip
 
-    def _enter(self, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rotation]:
-        """The embedded tokens, and the rotation of their queries and keys."""
+    @property
+    def _ropes(self) -> list[Rope | None]:
+        """The ropes of the layers, without repetition."""
+        return list(dict.fromkeys(self.config.rope_of(kind) for kind in self.config.kinds))
+
+    def _enter(self, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, _Rotations]:
+        """The embedded tokens, and the rotations of their queries and keys."""
         c = self.config
-        angles = jnp.zeros_like(positions) if c.plain else positions  # an angle of 0 rotates nothing
-        rotation = rotary(angles, c.head_dim, c.rope_theta, c.rope_scaling)
+        rotations = {
+            rope: no_rotation(positions, c.head_dim) if rope is None else rotary(positions, c.head_dim, rope)
+            for rope in self._ropes
+        }
         x = self._form.embed(params['embedding'], tokens)
+        if c.embedding_factor != 1.0:
+            x = x * jnp.asarray(c.embedding_factor, x.dtype)
         if c.plain:
             x = x + self._form.embed(params['positions'], positions)
-        return x, rotation
+        return x, rotations
 
     def _is_native(self, layer: Params) -> bool:
-        whole_norm = self.config.whole_qk_norm and self.tokens != 'native_columns'  # the 8-bit kernels lack this norm
-        ours = self.tokens.startswith('native') and not (self.config.plain or whole_norm)
-        return ours and native_layers.can_compute(layer)
+        c = self.config
+        whole_norm = c.whole_qk_norm and self.tokens != 'native_columns'  # the 8-bit kernels lack this norm
+        # nor have the kernels these
+        other = c.plain or c.centred_norms or c.activation != 'silu' or c.score_scale or c.logit_cap or c.sinks
+        return self.tokens.startswith('native') and not (whole_norm or other) and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> Tree:
         """The stored head [V, d], or [output_size, d]: the embedding when tied."""
@@ -250,7 +267,7 @@ class Decoder:
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits float32 [T, V] of the states that `hidden` returned."""
-        return self._form.logits(hidden, self.head(params))
+        return cap_logits(self._form.logits(hidden, self.head(params)), self.config.logit_cap)
 
     def rank(
         self,
@@ -269,13 +286,13 @@ class Decoder:
           temperature: float32 [T], 0 counts as 1.
           wanted: int32 [], only the first `wanted` tokens count; values of the others mean nothing.
         """
-        head = self.head(params)
-        if isinstance(head, Quantized):
-            return rank_logits(self._form.logits(hidden, head), targets, temperature, most)
+        head, cap = self.head(params), self.config.logit_cap
+        if isinstance(head, Quantized) or (cap is not None and self.tokens == 'native_columns'):
+            return rank_logits(self.logits(params, hidden), targets, temperature, most)
         if self.tokens == 'native_columns' and native_layers.has_kernel(head):
             return native_layers.run_ranking(head, hidden, wanted, targets, effective_temperature(temperature), most)
         rows = hidden if self.token_axis == 0 else hidden.T
-        return rank_tokens(rows, head, targets, temperature, most)
+        return rank_tokens(rows, head, targets, temperature, most, cap=cap)
 
     def parameter_count(self) -> int:
         return sum(len(spec.paths) * math.prod(spec.shape) for spec in self._table.values())
@@ -319,17 +336,19 @@ class Decoder:
 
     def _make_block(
         self,
-        rotation: Rotation,
+        rotations: _Rotations,
         attend: Attend,
         constrain: Constrain,
         wanted: jax.Array,
         routing: Routing,
         kind: _Kind,
     ) -> _Block:
-        window, has_experts = kind
+        attention, has_experts = kind
+        rotation = rotations[self.config.rope_of(attention)]
 
         def block(weights: Params, x: jax.Array, entry: Tree, recorded: jax.Array | None) -> tuple[jax.Array, _Written]:
-            seen = lambda q, k, v: attend(q, k, v, entry, window)
+            # most attentions know nothing of sinks: only models that have them pass some
+            seen = lambda q, k, v, **sinks: attend(q, k, v, entry, attention.window, **sinks)
             if self._is_native(weights) and recorded is None:
                 x, entry_after, live = native_layers.run_layer(
                     self.config, weights, x, rotation, seen, wanted, routing.valid

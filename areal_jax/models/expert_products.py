@@ -2,13 +2,19 @@
 
     y[t] = sum over j of weights[t, j] * (silu(x[t] gate[e]) * (x[t] up[e])) down[e],   e = experts[t, j]
 
+With a ClampedSwiglu (limit L, factor a) gate and up are the even and odd columns of one matrix, all have biases, and
+
+    y[t] = sum over j of weights[t, j] * ((up + 1) gate sigmoid(a gate) down[e] + down_bias[e]),
+    gate = min(x[t] gate[e] + bias, L), up = x[t] up[e] + bias between -L and L
+
 Three functions compute it, for processors with and without a compiler and for accelerators; `choose_mixer` chooses one.
 No function drops a choice. The sum runs in the order of j, so a token's output does not depend on the other tokens.
 
 T tokens, k choices of each, N = T k, E experts, d model width, F width of an expert; B rows of a block. All take
 
     x [T, d]; experts int32 [T, k], distinct in a token, E = none: such a choice adds nothing and touches no expert;
-    weights float32 [T, k]; gate and up [E, d, F]; down [E, F, d], in the dtype of x
+    weights float32 [T, k]; gate and up [E, d, F]; down [E, F, d], in the dtype of x; or for a ClampedSwiglu, which is
+    the keyword `swiglu`: gate_up [E, d, 2 F], gate_up_bias [E, 2 F], down [E, F, d], down_bias [E, d]
 
 and return y [T, d] in the dtype of x. They are differentiable in all but `experts`. The gradient of an expert that no
 token chose is exactly 0, and so are the gradients of x and weights of a token that chose no expert.
@@ -16,6 +22,7 @@ token chose is exactly 0, and so are the gradients of x and weights of a token t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,19 +30,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from areal_jax.models.families import ClampedSwiglu
 from areal_jax.native import compiled_library as library
 
 BLOCK_ROWS = 32  # the order of sums in XLA's products may depend on it, so it is the same for all batches
 _ROUNDED = 32  # kRounded of native/experts.h
-Mixer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Mixer = Callable[..., jax.Array]  # (x, experts, weights, *leaves, swiglu=None) -> y
 _Gradients = tuple[jax.Array, None, jax.Array, jax.Array, jax.Array, jax.Array]
+_Leaves = tuple[jax.Array, ...]
+
+
+def mix_native(
+    x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array, swiglu: ClampedSwiglu | None = None
+) -> jax.Array:
+    """y by the kernels of native/expert_kernels.h, in float32 on one CPU device; call library.register first.
+
+    The kernels have no ClampedSwiglu: it is computed by mix_blocks.
+    """
+    if swiglu is not None:
+        return mix_blocks(x, experts, weights, *leaves, swiglu=swiglu)
+    return _mix_by_kernels(x, experts, weights, *leaves)
 
 
 @jax.custom_vjp
-def mix_native(
+def _mix_by_kernels(
     x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
 ) -> jax.Array:
-    """y by the kernels of native/expert_kernels.h, in float32 on one CPU device; call library.register first."""
     return _mix_native(x, experts, weights, gate, up, down)[0]
 
 
@@ -58,7 +78,7 @@ def _mix_native_back(kept: tuple[jax.Array, ...], dy: jax.Array) -> _Gradients:
     return dx, None, d_weights, d_gate, d_up, d_down
 
 
-mix_native.defvjp(_mix_native, _mix_native_back)
+_mix_by_kernels.defvjp(_mix_native, _mix_native_back)
 
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -76,27 +96,32 @@ class _Blocks(NamedTuple):
     row: jax.Array  # int32 [T, k], the row of each choice; M B = none
 
 
-@jax.custom_vjp
 def mix_blocks(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array, swiglu: ClampedSwiglu | None = None
 ) -> jax.Array:
     """y in plain JAX, for every platform and dtype: products of BLOCK_ROWS rows and the expert that they chose."""
-    return _mix_blocks(x, experts, weights, gate, up, down)[0]
+    return _mix_by_blocks(swiglu, x, experts, weights, leaves)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix_by_blocks(
+    swiglu: ClampedSwiglu | None, x: jax.Array, experts: jax.Array, weights: jax.Array, leaves: _Leaves
+) -> jax.Array:
+    return _mix_blocks(swiglu, x, experts, weights, leaves)[0]
 
 
 def _mix_blocks(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, *matrices: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    blocks = _cut_blocks(experts, weights, len(matrices[0]))
+    swiglu: ClampedSwiglu | None, x: jax.Array, experts: jax.Array, weights: jax.Array, leaves: _Leaves
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, _Leaves]]:
+    blocks = _cut_blocks(experts, weights, len(leaves[0]))
 
     def run_expert(i: jax.Array, parts: jax.Array) -> jax.Array:
         expert = blocks.used[i]
-        gate, up, down = (_take(matrix, expert) for matrix in matrices)
+        own = [_take(leaf, expert) for leaf in leaves]
 
         def run_block(block: jax.Array, parts: jax.Array) -> jax.Array:
             rows = _take_rows(x, blocks, block)
-            _, _, inner = _activate(rows @ gate, rows @ up)
-            product = jnp.matmul(inner.astype(x.dtype), down, preferred_element_type=jnp.float32)
+            product = _multiply(rows, *own) if swiglu is None else _multiply_clamped(swiglu, rows, *own)
             weighted = _take_block(blocks.weight, block)[:, None] * product
             return _put_block(parts, block, weighted.astype(x.dtype))
 
@@ -104,27 +129,30 @@ def _mix_blocks(
 
     parts = jnp.zeros((len(blocks.token), x.shape[1]), x.dtype)
     parts = lax.fori_loop(0, blocks.n_used, run_expert, parts)
-    return _sum_choices(parts, blocks.row), (x, experts, weights, *matrices)
+    return _sum_choices(parts, blocks.row), (x, experts, weights, leaves)
 
 
-def _mix_blocks_back(kept: tuple[jax.Array, ...], dy: jax.Array) -> _Gradients:
-    x, experts, weights, *matrices = kept
-    blocks = _cut_blocks(experts, weights, len(matrices[0]))
+def _mix_blocks_back(
+    swiglu: ClampedSwiglu | None, kept: tuple[jax.Array, jax.Array, jax.Array, _Leaves], dy: jax.Array
+) -> tuple[jax.Array, None, jax.Array, _Leaves]:
+    x, experts, weights, leaves = kept
+    blocks = _cut_blocks(experts, weights, len(leaves[0]))
+    differentiate = _differentiate if swiglu is None else functools.partial(_differentiate_clamped, swiglu)
 
     def run_expert(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         expert = blocks.used[i]
-        own = [_take(matrix, expert) for matrix in matrices]
+        own = [_take(leaf, expert) for leaf in leaves]
 
         def run_block(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             parts, d_weight, *sums = found
             weight = _take_block(blocks.weight, block)
             rows, d_rows = _take_rows(x, blocks, block), _take_rows(dy, blocks, block)
-            part, d_own, products = _differentiate(rows, d_rows, weight, *own)
+            part, d_own, products = differentiate(rows, d_rows, weight, *own)
             sums = [total + product for total, product in zip(sums, products, strict=True)]
             return _put_block(parts, block, part), _put_block(d_weight, block, d_own), *sums
 
         begin, end = blocks.ends[expert], blocks.ends[expert + 1]
-        none = [jnp.zeros(matrix.shape, jnp.float32) for matrix in own]
+        none = [jnp.zeros(leaf.shape, jnp.float32) for leaf in own]
         parts, d_weight, *sums = lax.fori_loop(begin, end, run_block, (*found[:2], *none))
         written = [
             lax.dynamic_update_index_in_dim(total, one.astype(total.dtype), expert, 0)
@@ -133,14 +161,26 @@ def _mix_blocks_back(kept: tuple[jax.Array, ...], dy: jax.Array) -> _Gradients:
         return parts, d_weight, *written
 
     rows = len(blocks.token)
-    start = (jnp.zeros((rows, x.shape[1]), x.dtype), jnp.zeros(rows), *(jnp.zeros_like(w) for w in matrices))
-    parts, d_weight, *d_matrices = lax.fori_loop(0, blocks.n_used, run_expert, start)
-    dx = _sum_choices(parts, blocks.row)
-    d_gate, d_up, d_down = d_matrices
-    return dx, None, _take_filled(d_weight, blocks.row), d_gate, d_up, d_down
+    start = (jnp.zeros((rows, x.shape[1]), x.dtype), jnp.zeros(rows), *(jnp.zeros_like(leaf) for leaf in leaves))
+    parts, d_weight, *d_leaves = lax.fori_loop(0, blocks.n_used, run_expert, start)
+    return _sum_choices(parts, blocks.row), None, _take_filled(d_weight, blocks.row), tuple(d_leaves)
 
 
-mix_blocks.defvjp(_mix_blocks, _mix_blocks_back)
+_mix_by_blocks.defvjp(_mix_blocks, _mix_blocks_back)
+
+
+def _multiply(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The output of an expert for rows [B, d], float32."""
+    _, _, inner = _activate(rows @ gate, rows @ up)
+    return jnp.matmul(inner.astype(rows.dtype), down, preferred_element_type=jnp.float32)
+
+
+def _multiply_clamped(
+    swiglu: ClampedSwiglu, rows: jax.Array, gate_up: jax.Array, gate_up_bias: jax.Array, down: jax.Array,
+    down_bias: jax.Array,
+) -> jax.Array:  # fmt: skip
+    inner = _activate_clamped(swiglu, rows @ gate_up, gate_up_bias)
+    return jnp.matmul(inner.astype(rows.dtype), down, preferred_element_type=jnp.float32) + down_bias
 
 
 def _differentiate(
@@ -154,9 +194,32 @@ def _differentiate(
     weighted = weight[:, None] * back
     d_h = (weighted * u * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
     d_u = (weighted * silu).astype(dtype)
-    outer = lambda a, b: jnp.einsum('ba,bo->ao', a, b, preferred_element_type=jnp.float32)
-    products = [outer(rows, d_h), outer(rows, d_u), outer((weight[:, None] * inner).astype(dtype), d_rows)]
+    products = [_outer(rows, d_h), _outer(rows, d_u), _outer((weight[:, None] * inner).astype(dtype), d_rows)]
     return d_h @ gate.T + d_u @ up.T, (back * inner).sum(axis=1), products
+
+
+def _differentiate_clamped(
+    swiglu: ClampedSwiglu, rows: jax.Array, d_rows: jax.Array, weight: jax.Array, gate_up: jax.Array,
+    gate_up_bias: jax.Array, down: jax.Array, down_bias: jax.Array,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
+    """`_differentiate` for the leaves of a clamped expert."""
+    dtype = rows.dtype
+    inner, pull = jax.vjp(lambda z: _activate_clamped(swiglu, z, gate_up_bias), (rows @ gate_up).astype(jnp.float32))
+    back = (d_rows @ down.T).astype(jnp.float32)
+    [d_z] = pull(weight[:, None] * back)
+    d_out = weight[:, None] * d_rows.astype(jnp.float32)
+    products = [
+        _outer(rows, d_z.astype(dtype)),
+        d_z.sum(axis=0),
+        _outer((weight[:, None] * inner).astype(dtype), d_rows),
+        d_out.sum(axis=0),
+    ]
+    d_weight = (back * inner).sum(axis=1) + jnp.sum(d_rows.astype(jnp.float32) * down_bias, axis=1)
+    return d_z.astype(dtype) @ gate_up.T, d_weight, products
+
+
+def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum('ba,bo->ao', a, b, preferred_element_type=jnp.float32)
 
 
 def _activate(h: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -164,6 +227,14 @@ def _activate(h: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     h, u = h.astype(jnp.float32), u.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(h)
     return sigmoid, h * sigmoid, h * sigmoid * u
+
+
+def _activate_clamped(swiglu: ClampedSwiglu, product: jax.Array, bias: jax.Array) -> jax.Array:
+    """(up + 1) gate sigmoid(alpha gate) of products [B, 2 F], of which even columns are gates; float32 [B, F]."""
+    z = product.astype(jnp.float32) + bias
+    gate = jnp.minimum(z[:, ::2], swiglu.limit)
+    up = jnp.clip(z[:, 1::2], -swiglu.limit, swiglu.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(swiglu.alpha * gate)
 
 
 def _cut_blocks(experts: jax.Array, weights: jax.Array, n_experts: int) -> _Blocks:
@@ -230,17 +301,25 @@ def _put_block(rows: jax.Array, block: jax.Array, values: jax.Array) -> jax.Arra
 
 
 def mix_ragged(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array, swiglu: ClampedSwiglu | None = None
 ) -> jax.Array:
     """y by jax.lax.ragged_dot, for accelerators: on CPUs it multiplies every row with every expert."""
-    chosen = _without_others(experts, len(gate))
-    order, first, sizes = _sort_choices(chosen, len(gate))
+    chosen = _without_others(experts, len(leaves[0]))
+    order, first, sizes = _sort_choices(chosen, len(leaves[0]))
     is_used = (jnp.arange(chosen.size) < first[-1])[:, None]
     # rows without a group may hold anything after a kernel
     multiply = lambda rows, matrix: jnp.where(is_used, lax.ragged_dot(rows, matrix, sizes), 0)
     rows = jnp.where(is_used, x[order // experts.shape[1]], 0)
-    _, _, inner = _activate(multiply(rows, gate), multiply(rows, up))
-    parts = weights.reshape(-1)[order, None] * multiply(inner.astype(x.dtype), down)
+    if swiglu is None:
+        gate, up, down = leaves
+        _, _, inner = _activate(multiply(rows, gate), multiply(rows, up))
+        product = multiply(inner.astype(x.dtype), down)
+    else:
+        gate_up, gate_up_bias, down, down_bias = leaves
+        own = lambda bias: jnp.where(is_used, _take_filled(bias, chosen[order]), 0)
+        inner = _activate_clamped(swiglu, multiply(rows, gate_up), own(gate_up_bias))
+        product = multiply(inner.astype(x.dtype), down) + own(down_bias)
+    parts = weights.reshape(-1)[order, None] * product
     row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
     return _sum_choices(parts.astype(x.dtype), row.reshape(experts.shape))
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_products import Mixer, choose_mixer, mix_blocks
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig
 
 # The check of the mixture of experts at start-up, on the device and in the dtype of the run.
 #
@@ -127,31 +127,37 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
     """
 
     def local(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+        x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array, swiglu: ClampedSwiglu | None = None
     ) -> jax.Array:
-        return _choose(platform, jnp.dtype(x.dtype).name)(x, experts, weights, gate, up, down)
+        return _choose(platform, jnp.dtype(x.dtype).name)(x, experts, weights, *leaves, swiglu=swiglu)
 
     if mesh is None or mesh.size == 1:
         return local
     tokens = PartitionSpec(token_axes)
 
     def over_mesh(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+        x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array, swiglu: ClampedSwiglu | None = None
     ) -> jax.Array:
-        cut = _divides(mesh, 'tensor', gate.shape[2])
-        share = _divides(mesh, 'expert', gate.shape[0])  # None: each device has all experts, as a teacher's may be
+        down = leaves[-1] if swiglu is None else leaves[2]
+        cut = _divides(mesh, 'tensor', down.shape[1])
+        share = _divides(mesh, 'expert', len(down))  # None: each device has all experts, as a teacher's may be
 
-        def own(*inputs: jax.Array) -> jax.Array:
-            mix = local if share is None else _over_experts(local, share, cuts_tokens=share in token_axes)
-            y = mix(*inputs)
+        def own(x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array) -> jax.Array:
+            if swiglu is not None and cut is not None:  # the sum over devices adds the bias of `down` once
+                first = jax.lax.axis_index(cut) == 0
+                leaves = (*leaves[:-1], jnp.where(first, leaves[-1], 0))
+            mix: Mixer = functools.partial(local, swiglu=swiglu)
+            mix = mix if share is None else _over_experts(mix, share, cuts_tokens=share in token_axes)
+            y = mix(x, experts, weights, *leaves)
             return y if cut is None else jax.lax.psum(y, cut)
 
         wide, high = PartitionSpec(share, None, cut), PartitionSpec(share, cut)
+        specs = (wide, wide, high) if swiglu is None else (wide, high, high, PartitionSpec(share))
         # check_vma=False: kernels do not say how their results vary over devices
         run = jax.shard_map(
-            own, mesh=mesh, in_specs=(tokens, tokens, tokens, wide, wide, high), out_specs=tokens, check_vma=False
+            own, mesh=mesh, in_specs=(tokens, tokens, tokens, *specs), out_specs=tokens, check_vma=False
         )
-        return run(x, experts, weights, gate, up, down)
+        return run(x, experts, weights, *leaves)
 
     return over_mesh
 
@@ -167,15 +173,13 @@ def _over_experts(local: Mixer, axis: str, *, cuts_tokens: bool) -> Mixer:
       cuts_tokens: whether `axis` cuts the tokens; otherwise each device has all tokens.
     """
 
-    def mix(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-    ) -> jax.Array:
+    def mix(x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array) -> jax.Array:
         if cuts_tokens:
             gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
             x, experts, weights = gather(x), gather(experts), gather(weights)
-        own = len(gate)
+        own = len(leaves[0])
         number = experts - jax.lax.axis_index(axis) * own
-        y = local(x, jnp.where((number >= 0) & (number < own), number, own), weights, gate, up, down)
+        y = local(x, jnp.where((number >= 0) & (number < own), number, own), weights, *leaves)
         return jax.lax.psum_scatter(y, axis, tiled=True) if cuts_tokens else jax.lax.psum(y, axis)
 
     return mix

@@ -1,240 +1,32 @@
-"""The model families, and every weight of theirs declared once.
+"""The model families, and the config of a model.
 
-A row has a weight's place in the tree, its shape, its logical axes, its initial values and its names in files of
-Hugging Face and GGUF. `weights` fills in the sizes of a model; initial weights, sharding, loading and export read the
-table from there. A new family is a new entry of FAMILIES: rows shared with other families, and additional ones.
-
-Sizes are letters: V vocabulary, O tokens that are predicted, C context tokens, d model width, F width of the MLP, D
-head_dim, HD all heads, KD all kv heads, E experts, M width of an expert. ModelConfig is the config of a model: the
-sizes and switches that determine its weights and its computation. app/model/text_model.py and the readers of formats/
-make it.
+A new family is a new entry of FAMILIES: rows of `weight_rows` shared with other families, and additional ones.
+ModelConfig is the config of a model: the sizes and switches that determine its weights and its computation.
+app/model/text_model.py and the readers of formats/ make it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS, Column
-from areal_jax.config.fields import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
-
-
-class Init(enum.Enum):
-    """Initial values. Matrices are normal with standard deviation 1 / sqrt(fan in), times the caller's scale."""
-
-    ONES = 'ones'
-    ZEROS = 'zeros'
-    MATRIX = 'matrix'  # [..., in, out]
-    TABLE = 'table'  # [V, d], whose fan in is d
-    LOOKUP = 'lookup'  # TABLE of which a token reads one row: times `embedding_scale` as well
-    RESIDUAL = 'residual'  # MATRIX that writes to the residual stream: divided by sqrt(2 n_layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """One row: a weight as every model of a family declares it."""
-
-    path: str  # in the tree of weights, 'layers/*/attention/query/weight'; '*' in place of the layer's number
-    shape: str  # a letter per axis, 'd HD'; a leading E: one matrix an expert
-    axes: str  # a logical axis per axis, 'embed heads': sharding.rules cuts by them
-    init: Init
-    # tensor of Hugging Face, 'model.layers.*.self_attn.q_proj.weight', with a second '*' for the expert's number if
-    # each expert has a separate tensor; None = no tensor
-    hf_name: str | None = None
-    transposed: bool = False  # whether the tensor of Hugging Face is the transpose of the leaf, or of an expert's part
-    gguf_name: str | None = None  # tensor of GGUF, 'blk.*.attn_q.weight'
-    when: str | None = None  # field of ModelConfig that must be true for the weight to exist
-    unless: str | None = None  # field of ModelConfig that must be false
-    layers: Literal['all', 'dense', 'experts'] = 'all'  # which layers have it, by their MLP
-
-
-def projection(
-    path: str,
-    shape: str,
-    axes: str,
-    hf_name: str,
-    gguf_name: str | None = None,
-    init: Init = Init.MATRIX,
-    *,
-    when: str | None = None,
-    unless: str | None = None,
-    layers: Literal['all', 'dense', 'experts'] = 'all',
-) -> Weight:
-    """A matrix [in, out] of layers; files hold it as [out, in]."""
-    gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
-    hf_name = f'model.layers.*.{hf_name}.weight'
-    return Weight(f'layers/*/{path}/weight', shape, axes, init, hf_name, True, gguf_name, when, unless, layers)
-
-
-def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight:
-    """The bias of a projection of every layer. Vectors are not sharded: that would save nothing."""
-    hf_name = f'model.layers.*.{hf_name}.bias'
-    return Weight(f'layers/*/{path}/bias', shape, 'features', Init.ZEROS, hf_name, when=when)
-
-
-def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when: str | None = None) -> Weight:
-    """The scale of an RMS norm of every layer."""
-    gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
-    hf_name = f'model.layers.*.{hf_name}.weight'
-    return Weight(f'layers/*/{path}', shape, 'features', Init.ONES, hf_name, gguf_name=gguf_name, when=when)
-
-
-def experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
-    """Router and experts of a layer, by the names of their modules in files of Hugging Face."""
-
-    def one(name: str, shape: str, axes: str, hf_name: str, init: Init = Init.MATRIX) -> Weight:
-        hf_name = f'model.layers.*.{module}.experts.*.{hf_name}.weight'
-        return Weight(f'layers/*/mlp/experts/{name}', shape, axes, init, hf_name, True, layers='experts')
-
-    return (
-        # the axis of the router's outputs is never cut: every device chooses among all experts
-        projection('mlp/router', 'd E', 'embed routes', f'{module}.gate', layers='experts'),
-        one('gate', 'E d M', 'experts embed mlp', gate),
-        one('up', 'E d M', 'experts embed mlp', up),
-        one('down', 'E M d', 'experts mlp embed', down, Init.RESIDUAL),
-    )
-
-
-# in the order of the forward pass, which is the order of the tensors in files
-_BEFORE_MLP = (
-    Weight('embedding', 'V d', 'vocab embed', Init.LOOKUP, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
-    Weight('positions', 'C d', 'features embed', Init.LOOKUP, when='plain'),
-    norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
-    projection('attention/query', 'd HD', 'embed heads', 'self_attn.q_proj', 'attn_q'),
-    bias('attention/query', 'HD', 'self_attn.q_proj', when='qkv_bias'),
-    projection('attention/key', 'd KD', 'embed kv_heads', 'self_attn.k_proj', 'attn_k'),
-    bias('attention/key', 'KD', 'self_attn.k_proj', when='qkv_bias'),
-    projection('attention/value', 'd KD', 'embed kv_heads', 'self_attn.v_proj', 'attn_v'),
-    bias('attention/value', 'KD', 'self_attn.v_proj', when='qkv_bias'),
-    norm('attention/query_norm', 'D', 'self_attn.q_norm', when='qk_norm'),
-    norm('attention/query_norm', 'HD', 'self_attn.q_norm', when='whole_qk_norm'),
-    norm('attention/key_norm', 'D', 'self_attn.k_norm', when='qk_norm'),
-    norm('attention/key_norm', 'KD', 'self_attn.k_norm', when='whole_qk_norm'),
-    projection(
-        'attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', 'attn_output', Init.RESIDUAL, unless='plain'
-    ),
-    projection('attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', when='plain'),
-    bias('attention/output', 'd', 'self_attn.o_proj', when='output_bias'),
-    norm('mlp_norm', 'd', 'post_attention_layernorm', 'ffn_norm'),
+from areal_jax.config.fields import COUNT, NOT_NEGATIVE, POSITIVE, ConfigError
+from areal_jax.models.weight_rows import (
+    BEFORE_MLP,
+    BEHIND_MLP,
+    COMMON,
+    GEMMA3,
+    GPT_OSS,
+    MLP,
+    OLMO3,
+    Weight,
+    experts,
 )
-_MLP = (
-    projection('mlp/gate', 'd F', 'embed mlp', 'mlp.gate_proj', 'ffn_gate', unless='plain', layers='dense'),
-    projection('mlp/up', 'd F', 'embed mlp', 'mlp.up_proj', 'ffn_up', layers='dense'),
-    projection(
-        'mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', 'ffn_down', Init.RESIDUAL, unless='plain', layers='dense'
-    ),
-    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', when='plain', layers='dense'),
-)
-_BEHIND_MLP = (
-    Weight(
-        'final_norm', 'd', 'features', Init.ONES, 'model.norm.weight', gguf_name='output_norm.weight', unless='plain'
-    ),
-    Weight(
-        'head',
-        'O d',
-        'vocab embed',
-        Init.TABLE,
-        'lm_head.weight',
-        gguf_name='output.weight',
-        unless='tie_embeddings',
-    ),
-)
-COMMON = (*_BEFORE_MLP, *_MLP, *_BEHIND_MLP)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertFields:
-    """The names of a family's fields of experts in config.json, with the defaults of transformers 5.23."""
-
-    count: tuple[
-        str, int
-    ]  # the field's name as transformers 5 writes it; files of 2025 have the other of EXPERT_COUNTS
-    per_token: int
-    d_expert: tuple[str, int]
-    # whether the chosen scores are divided by their sum; None = by the field norm_topk_prob
-    normalised: bool | None = None
-    has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
-    d_ff: int | None = None  # of dense layers
-
-
-EXPERT_COUNTS = ('num_experts', 'num_local_experts')
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """An architecture of Hugging Face: its weights, the options of its config.json, and defaults of absent fields."""
-
-    architecture: str
-    # the defaults of transformers 5.23
-    context_tokens: int
-    n_kv_heads: int | None  # None = as many as query heads
-    head_dim: int | None  # None = d_model / query heads
-    # which biases the attention has: none; q, k and v; all or none, by the field attention_bias
-    attention_bias: Literal['none', 'qkv', 'field'] = 'none'
-    qk_norm: bool = False
-    whole_qk_norm: bool = False  # over all heads together
-    windows: Literal['none', 'all', 'flag', 'some'] = 'none'  # layers that may have a sliding window
-    window: int | None = 4096  # the default if the file has none
-    rope_theta: float = 10000.0
-    rms_eps: float = 1e-6
-    experts: ExpertFields | None = None
-    weights: tuple[Weight, ...] = COMMON
-
-    @property
-    def switches(self) -> dict[str, Any]:
-        """Fields of ModelConfig that every model of the family has."""
-        return {
-            'qkv_bias': self.attention_bias == 'qkv',
-            'qk_norm': self.qk_norm,
-            'whole_qk_norm': self.whole_qk_norm,
-        }
-
-
-FAMILIES = {
-    'llama': Family('LlamaForCausalLM', 2048, None, None, 'field'),
-    'qwen2': Family('Qwen2ForCausalLM', 32768, 32, None, 'qkv', windows='some'),
-    'qwen3': Family('Qwen3ForCausalLM', 32768, 32, 128, 'field', qk_norm=True, windows='some'),
-    'mistral': Family('MistralForCausalLM', 131072, 8, None, windows='all'),
-    'qwen3_moe': Family(
-        'Qwen3MoeForCausalLM',
-        32768,
-        4,
-        None,
-        'field',
-        qk_norm=True,
-        windows='flag',
-        experts=ExpertFields(('num_experts', 128), 8, ('moe_intermediate_size', 768), has_dense_layers=True, d_ff=6144),
-        weights=(*_BEFORE_MLP, *_MLP, *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *_BEHIND_MLP),
-    ),
-    'mixtral': Family(
-        'MixtralForCausalLM',
-        131072,
-        8,
-        None,
-        windows='all',
-        window=None,
-        rope_theta=1e6,
-        rms_eps=1e-5,
-        experts=ExpertFields(('num_local_experts', 8), 2, ('intermediate_size', 14336), normalised=True),
-        weights=(*_BEFORE_MLP, *experts('block_sparse_moe', 'w1', 'w3', 'w2'), *_BEHIND_MLP),
-    ),
-    'olmoe': Family(
-        'OlmoeForCausalLM',
-        4096,
-        None,
-        None,
-        'field',
-        whole_qk_norm=True,
-        rms_eps=1e-5,
-        experts=ExpertFields(('num_experts', 64), 8, ('intermediate_size', 2048)),
-        weights=(*_BEFORE_MLP, *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *_BEHIND_MLP),
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +50,275 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Rotary scaling that divides every frequency by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        POSITIVE.require('factor', self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): pairs that turn slowly are divided by `factor`, fast ones are kept.
+
+    It changes every position alike: also a short sequence has other rotations than without it.
+    """
+
+    factor: float
+    original_context_tokens: int  # of the model before stretching
+    beta_fast: float = 32.0  # a pair with more turns in the original context is kept
+    beta_slow: float = 1.0  # a pair with fewer turns is divided
+    truncate: bool = True  # the range between the two is widened to whole pairs
+    attention_factor: float | None = None  # multiplies cosine and sine; None = by the formula, from `factor`
+    mscale: float | None = None  # of the formula
+    mscale_all_dim: float | None = None  # likewise
+
+    def __post_init__(self) -> None:
+        for name in ('factor', 'beta_fast', 'beta_slow'):
+            POSITIVE.require(name, getattr(self, name))
+        for name in ('attention_factor', 'mscale', 'mscale_all_dim'):
+            if (value := getattr(self, name)) is not None:
+                POSITIVE.require(name, value)
+        COUNT.require('original_context_tokens', self.original_context_tokens)
+        if self.beta_fast <= self.beta_slow:
+            raise ConfigError(f'beta_fast={self.beta_fast} must be above beta_slow={self.beta_slow}')
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of cosine and sine, with which transformers and vLLM multiply them too."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grown = lambda by: 1.0 if self.factor <= 1 else 0.1 * by * math.log(self.factor) + 1.0
+        if self.mscale and self.mscale_all_dim:
+            return grown(self.mscale) / grown(self.mscale_all_dim)
+        return grown(1.0)
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """The activation of gpt-oss's experts: gate and up are clamped, and (up + 1) gate sigmoid(alpha gate)."""
+
+    limit: float
+    alpha: float
+
+    def __post_init__(self) -> None:
+        for name in ('limit', 'alpha'):
+            POSITIVE.require(f'experts.swiglu.{name}', getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFields:
+    """The names of a family's fields of experts in config.json, with the defaults of transformers 5.23."""
+
+    count: tuple[
+        str, int
+    ]  # the field's name as transformers 5 writes it; files of 2025 have the other of EXPERT_COUNTS
+    per_token: int
+    d_expert: tuple[str, int]
+    # whether the chosen scores are divided by their sum; None = by the field norm_topk_prob
+    normalised: bool | None = None
+    has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
+    d_ff: int | None = None  # of dense layers
+    swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
+
+
+EXPERT_COUNTS = ('num_experts', 'num_local_experts')
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An architecture of Hugging Face: its weights, the options of its config.json, and defaults of absent fields."""
+
+    architecture: str
+    # the defaults of transformers 5.23
+    context_tokens: int
+    n_kv_heads: int | None  # None = as many as query heads
+    head_dim: int | None  # None = d_model / query heads
+    # which biases the attention has: none; q, k and v; all or none, by the field attention_bias
+    attention_bias: Literal['none', 'qkv', 'field'] = 'none'
+    biased: bool = False  # default of the field
+    qk_norm: bool = False
+    whole_qk_norm: bool = False  # over all heads together
+    # which layers may have a sliding window; 'listed': those that layer_types names
+    windows: Literal['none', 'all', 'flag', 'some', 'listed'] = 'none'
+    full_every: int = 0  # 'listed': without a list, every n-th layer has none
+    window: int | None = 4096  # the default if the file has none
+    unrotated_every: int = 0  # default of no_rope_layer_interval: every n-th layer has no rotation; 0 = no field
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None  # the default if the file has no rotary fields
+    window_theta: float | None = None  # rope_parameters has an object a kind of layer; the default of window layers
+    rms_eps: float = 1e-6
+    tie_embeddings: bool = False
+    centred_norms: bool = False
+    activation: Literal['silu', 'gelu_tanh'] = 'silu'
+    scales_embedding: bool = False  # by sqrt(d_model)
+    score_scalar: int | None = None  # default of query_pre_attn_scalar, whose root divides scores; None = no field
+    sinks: bool = False
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # defaults of sizes, by their fields
+    experts: ExpertFields | None = None
+    weights: tuple[Weight, ...] = COMMON
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Fields of ModelConfig that every model of the family has."""
+        return {
+            'qkv_bias': self.attention_bias == 'qkv',
+            'qk_norm': self.qk_norm,
+            'whole_qk_norm': self.whole_qk_norm,
+            'centred_norms': self.centred_norms,
+            'activation': self.activation,
+            'sinks': self.sinks,
+        }
+
+
+FAMILIES = {
+    'llama': Family('LlamaForCausalLM', 2048, None, None, 'field'),
+    'qwen2': Family('Qwen2ForCausalLM', 32768, 32, None, 'qkv', windows='some'),
+    'qwen3': Family('Qwen3ForCausalLM', 32768, 32, 128, 'field', qk_norm=True, windows='some'),
+    'mistral': Family('MistralForCausalLM', 131072, 8, None, windows='all'),
+    'qwen3_moe': Family(
+        'Qwen3MoeForCausalLM',
+        32768,
+        4,
+        None,
+        'field',
+        qk_norm=True,
+        windows='flag',
+        experts=ExpertFields(('num_experts', 128), 8, ('moe_intermediate_size', 768), has_dense_layers=True, d_ff=6144),
+        weights=(*BEFORE_MLP, *MLP, *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *BEHIND_MLP),
+    ),
+    'mixtral': Family(
+        'MixtralForCausalLM',
+        131072,
+        8,
+        None,
+        windows='all',
+        window=None,
+        rope_theta=1e6,
+        rms_eps=1e-5,
+        experts=ExpertFields(('num_local_experts', 8), 2, ('intermediate_size', 14336), normalised=True),
+        weights=(*BEFORE_MLP, *experts('block_sparse_moe', 'w1', 'w3', 'w2'), *BEHIND_MLP),
+    ),
+    'olmoe': Family(
+        'OlmoeForCausalLM',
+        4096,
+        None,
+        None,
+        'field',
+        whole_qk_norm=True,
+        rms_eps=1e-5,
+        experts=ExpertFields(('num_experts', 64), 8, ('intermediate_size', 2048)),
+        weights=(*BEFORE_MLP, *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *BEHIND_MLP),
+    ),
+    'olmo3': Family(
+        'Olmo3ForCausalLM',
+        2048,
+        None,
+        None,
+        'field',
+        whole_qk_norm=True,
+        windows='listed',
+        full_every=4,
+        rope_theta=500000.0,
+        window_theta=500000.0,
+        rms_eps=1e-5,
+        weights=OLMO3,
+    ),
+    'smollm3': Family(
+        'SmolLM3ForCausalLM',
+        32768,
+        4,
+        None,
+        'field',
+        windows='listed',
+        window=None,
+        unrotated_every=4,
+        rope_theta=2e6,
+        tie_embeddings=True,
+    ),
+    'gemma3_text': Family(
+        'Gemma3ForCausalLM',
+        131072,
+        4,
+        256,
+        'field',
+        qk_norm=True,
+        windows='listed',
+        full_every=6,
+        rope_theta=1e6,
+        window_theta=10000.0,
+        tie_embeddings=True,
+        centred_norms=True,
+        activation='gelu_tanh',
+        scales_embedding=True,
+        score_scalar=256,
+        sizes={
+            'vocab_size': 262208,
+            'hidden_size': 2304,
+            'intermediate_size': 9216,
+            'num_hidden_layers': 26,
+            'num_attention_heads': 8,
+        },
+        weights=GEMMA3,
+    ),
+    'gpt_oss': Family(
+        'GptOssForCausalLM',
+        131072,
+        8,
+        64,
+        'field',
+        biased=True,
+        windows='listed',
+        full_every=2,
+        window=128,
+        rope_theta=150000.0,
+        rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+        rms_eps=1e-5,
+        sinks=True,
+        experts=ExpertFields(
+            ('num_local_experts', 128),
+            4,
+            ('intermediate_size', 2880),
+            normalised=True,
+            swiglu=ClampedSwiglu(7.0, 1.702),
+        ),
+        weights=GPT_OSS,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base of the wavelengths, and their stretching."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        POSITIVE.require('rope_theta', self.theta)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """The attention of a layer."""
+
+    window: int | None = None  # tokens that a token attends to, itself included; None = all before it
+    rotates: bool = True  # False: queries and keys have no position
+    rope: Rope | None = None  # another one than the model's
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f'window={self.window} must be at least 1, or None for no window')
+        if self.rope is not None and not self.rotates:
+            raise ConfigError('a layer that rotates nothing has no rope')
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """The experts that replace the MLP, and how a token chooses among them; see models/experts.py."""
 
@@ -266,6 +327,8 @@ class Experts:
     d_expert: int  # width of an expert
     normalised: bool = True  # the scores of the chosen experts are divided by their sum
     dense_layers: tuple[int, ...] = ()  # ascending; these have an MLP
+    # clamped, with biases of router and experts, and gate and up in one matrix; None = SwiGLU without biases
+    swiglu: ClampedSwiglu | None = None
 
     def __post_init__(self) -> None:
         for name in ('count', 'per_token', 'd_expert'):
@@ -309,16 +372,22 @@ class ModelConfig:
     plain: bool = (
         False  # learned positions (context_tokens of them) and no rotation, ReLU without a gate, no final norm
     )
-    rope_scaling: Llama3Scaling | None = None
-    sliding_window: int | None = None  # tokens that a token attends to, itself included; None = all before it
-    first_window_layer: int = 0  # layers before this one have no window
+    rope_scaling: RopeScaling | None = None
+    kinds: tuple[LayerKind, ...] = (LayerKind(),)  # of the layers, in order; one = all layers have this kind
     experts: Experts | None = None
+    centred_norms: bool = False  # norms multiply by 1 + their scale
+    activation: Literal['silu', 'gelu_tanh'] = 'silu'  # of the MLP's gate
+    embedding_factor: float = 1.0  # of the embedded tokens, rounded to the dtype of the weights
+    score_scale: float | None = None  # of the products of queries and keys; None = 1 / sqrt(head_dim)
+    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
+    sinks: bool = False  # every head has one more logit in the sum of its softmax, which has no value
 
     def __post_init__(self) -> None:
         counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')
         ranges = dict.fromkeys(counts, COUNT)
-        ranges |= {'rope_theta': POSITIVE, 'rms_eps': NOT_NEGATIVE, 'first_window_layer': COUNT_OR_OFF}
-        for name, allowed in ranges.items():
+        ranges |= {'rope_theta': POSITIVE, 'rms_eps': NOT_NEGATIVE, 'embedding_factor': POSITIVE}
+        optional = {name: POSITIVE for name in ('score_scale', 'logit_cap') if getattr(self, name) is not None}
+        for name, allowed in {**ranges, **optional}.items():
             allowed.require(name, getattr(self, name))
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
@@ -326,8 +395,12 @@ class ModelConfig:
             raise ConfigError(f'head_dim={self.head_dim} is odd; rotary positions need pairs')
         if self.family not in FAMILIES:
             raise ConfigError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f'sliding_window={self.sliding_window} must be at least 1, or None for no window')
+        if len(set(self.kinds)) == 1:
+            object.__setattr__(self, 'kinds', self.kinds[:1])  # so that equal models compare equal
+        elif len(self.kinds) != self.n_layers:
+            raise ConfigError(
+                f'kinds has {len(self.kinds)} entries: give one, or one for each of {self.n_layers} layers'
+            )
         if self.qk_norm and self.whole_qk_norm:
             raise ConfigError('qk_norm and whole_qk_norm are two norms of the same vectors: use one')
         if (self.experts is None) == (FAMILIES[self.family].experts is not None):
@@ -336,9 +409,26 @@ class ModelConfig:
         if self.experts and not set(self.experts.dense_layers) <= set(range(self.n_layers)):
             raise ConfigError(f'dense layers {self.experts.dense_layers} must be layers, 0 to {self.n_layers - 1}')
 
+    def kind(self, layer: int) -> LayerKind:
+        return self.kinds[layer if len(self.kinds) > 1 else 0]
+
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token attends to in this layer, itself included; None = all before it."""
-        return self.sliding_window if layer >= self.first_window_layer else None
+        return self.kind(layer).window
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of all layers, without repetition."""
+        return frozenset(kind.window for kind in self.kinds)
+
+    def rope(self, layer: int) -> Rope | None:
+        """The rotary positions of this layer; None = its queries and keys are not rotated."""
+        return self.rope_of(self.kind(layer))
+
+    def rope_of(self, kind: LayerKind) -> Rope | None:
+        if self.plain or not kind.rotates:
+            return None
+        return kind.rope or Rope(self.rope_theta, self.rope_scaling)
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -358,6 +448,19 @@ class ModelConfig:
         return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))
 
 
+def default_kinds(family: str, n_layers: int, window: int) -> tuple[LayerKind, ...]:
+    """The layers of a model whose file does not list them; of window layers with a window of so many tokens."""
+    has = FAMILIES[family]
+    ends = lambda number, every: every > 0 and number % every == 0
+    return tuple(
+        LayerKind(
+            None if not has.full_every or ends(number, has.full_every) else window,
+            rotates=not ends(number, has.unrotated_every),
+        )
+        for number in range(1, n_layers + 1)
+    )
+
+
 # The rows of its family's table that a model has, and the sizes of their letters; free of jax.
 
 
@@ -374,8 +477,8 @@ def letter_sizes(c: ModelConfig) -> dict[str, int]:
     heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     sizes = {'V': c.vocab_size, 'O': c.output_size or c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
     if c.experts:
-        sizes |= {'E': c.experts.count, 'M': c.experts.d_expert}
-    return {**sizes, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
+        sizes |= {'E': c.experts.count, 'M': c.experts.d_expert, 'W': 2 * c.experts.d_expert}
+    return {**sizes, 'H': c.n_heads, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 
 def layers_of(row: Weight, config: ModelConfig) -> tuple[int, ...]:

@@ -30,6 +30,11 @@ def scale_logits(logits: jax.Array, temperature: ArrayLike) -> jax.Array:
     return logits.astype(jnp.float32) / effective_temperature(temperature)[..., None]
 
 
+def cap_logits(logits: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap) in float32: the logits of a model with ModelConfig.logit_cap; None = as they are."""
+    return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
+
+
 def effective_temperature(temperature: ArrayLike) -> jax.Array:
     """The temperature in float32; 0 (greedy) counts as 1."""
     temperature = jnp.asarray(temperature, jnp.float32)
@@ -65,9 +70,9 @@ def fold_tiles(fold: Callable[[_State, _Heads, Index], _State], state: _State, h
     )
 
 
-def tile_logits(hidden: jax.Array, columns: jax.Array, temperature: jax.Array) -> jax.Array:
-    """logits / temperature for some rows of a head, float32 [N, rows]."""
-    return scale_logits(product('nd,vd->nv', hidden, columns), temperature)
+def tile_logits(hidden: jax.Array, columns: jax.Array, temperature: jax.Array, cap: float | None = None) -> jax.Array:
+    """logits / temperature for some rows of a head, float32 [N, rows]; `cap` as in cap_logits."""
+    return scale_logits(cap_logits(product('nd,vd->nv', hidden, columns), cap), temperature)
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -81,12 +86,14 @@ def pull_back(
     heads: tuple[jax.Array, ...],
     temperature: jax.Array,
     chunk: int,
+    cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients with respect to `hidden` [N, d] and to the first of the heads, in their dtypes.
 
     Args:
       slopes: (rows of the heads, index of the first one) -> the gradient with respect to logits / temperature there,
         float32 [N, rows].
+      cap: of the logits of the first head, see cap_logits.
     """
     head = heads[0]
 
@@ -94,7 +101,10 @@ def pull_back(
         state: tuple[jax.Array, jax.Array], columns: tuple[jax.Array, ...], first: Index
     ) -> tuple[jax.Array, jax.Array]:
         d_hidden, d_head = state
-        d_logits = (slopes(columns, first) / temperature[:, None]).astype(hidden.dtype)
+        d_logits = slopes(columns, first) / temperature[:, None]
+        if cap is not None:  # d cap tanh(z / cap) / dz = 1 - tanh(z / cap)^2
+            d_logits *= 1 - jnp.square(jnp.tanh(product('nd,vd->nv', hidden, columns[0]) / cap))
+        d_logits = d_logits.astype(hidden.dtype)
         d_hidden = d_hidden + product('nv,vd->nd', d_logits, columns[0])
         d_columns = product('nv,nd->vd', d_logits, hidden).astype(head.dtype)
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_columns, first, 0)
@@ -197,15 +207,17 @@ def token_logprobs(
     targets: jax.Array,
     temperature: ArrayLike,
     *,
+    cap: float | None = None,
     chunk: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of each target and entropy of its whole distribution, float32 [N] each, without logits [N, V].
 
     `logprob_of(hidden @ head.T, targets, temperature)` for hidden [N, d], head [V, d] and targets int [N] in [0, V),
-    differentiable in `hidden` and `head`. A tile has `chunk` entries of the vocabulary; None chooses the number that
-    fills 32 MB of float32, at least 2048. Only the log-sum-exp and the entropy are saved; the backward pass recomputes
-    the tiles. If a logit of a token is NaN, both its results are NaN and other tokens are unaffected.
+    the logits capped by `cap` as in cap_logits, differentiable in `hidden` and `head`. A tile has `chunk` entries of
+    the vocabulary; None chooses the number that fills 32 MB of float32, at least 2048. Only the log-sum-exp and the
+    entropy are saved; the backward pass recomputes the tiles. If a logit of a token is NaN, both its results are NaN
+    and other tokens are unaffected.
 
     `axis_name` is for use inside `jax.shard_map`; `sharded_token_logprobs` does all of the following. `head` is then
     this device's slice [V/t, d], in the order of the axis. hidden, targets (in the whole vocabulary) and temperature
@@ -215,11 +227,19 @@ def token_logprobs(
     check_vma=True refuses to differentiate.
     """
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
-    return _token_logprobs(hidden, head, targets, temperature, choose_chunk(chunk, len(targets), len(head)), axis_name)
+    chunk = choose_chunk(chunk, len(targets), len(head))
+    return _token_logprobs(hidden, head, targets, temperature, chunk, axis_name, cap)
 
 
 def rank_tokens(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: ArrayLike, most: int, chunk: int | None = None
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: ArrayLike,
+    most: int,
+    chunk: int | None = None,
+    *,
+    cap: float | None = None,
 ) -> Ranking:
     """`token_logprobs` of the targets and of the `most` likeliest tokens, without logits [N, V]; forward only.
 
@@ -229,7 +249,7 @@ def rank_tokens(
 
     def fold(state: _Ranks, columns: jax.Array, first: Index) -> _Ranks:
         top, total, chosen, values, ids = state
-        z = tile_logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature, cap)
         new_top = jnp.maximum(top, z.max(axis=-1))
         total = total * jnp.exp(top - new_top) + jnp.exp(z - new_top[:, None]).sum(axis=-1)
         column = targets - first
@@ -255,6 +275,7 @@ def token_collisions(
     targets: jax.Array,
     temperature: ArrayLike,
     *,
+    cap: float | None = None,
     chunk: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -267,7 +288,7 @@ def token_collisions(
 
     def fold(state: _Sums, columns: jax.Array, first: Index) -> _Sums:
         top, total, squares, chosen = state  # largest z; sums of e^(z - top) and e^2(z - top); z of the target
-        z = tile_logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature, cap)
         new_top = jnp.maximum(top, z.max(axis=-1))
         weights, down = jnp.exp(z - new_top[:, None]), jnp.exp(top - new_top)
         column = local_targets - first
@@ -296,6 +317,7 @@ def sharded_token_logprobs(
     mesh: Mesh,
     token_axes: Sequence[str],
     vocab_axis: str,
+    cap: float | None = None,
     chunk: int | None = None,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
@@ -309,28 +331,30 @@ def sharded_token_logprobs(
     """
 
     def local(tokens: tuple[jax.Array, ...], heads: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        return compute(tokens[0], heads[0], *tokens[1:], chunk=chunk, axis_name=vocab_axis)
+        return compute(tokens[0], heads[0], *tokens[1:], cap=cap, chunk=chunk, axis_name=vocab_axis)
 
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
     tokens = (hidden, targets, temperature)
     return over_mesh(local, tokens, (head,), mesh=mesh, token_axes=token_axes, vocab_axis=vocab_axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _token_logprobs(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(hidden, head, targets, temperature, chunk, axis_name)[0]
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None,
+    cap: float | None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    return _forward(hidden, head, targets, temperature, chunk, axis_name, cap)[0]
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None
-) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None,
+    cap: float | None,
+) -> tuple[tuple[jax.Array, jax.Array], _Saved]:  # fmt: skip
     local_targets = targets - _first_row(head, axis_name)
 
     def fold(state: _Sums, columns: jax.Array, first: Index) -> _Sums:
         top, total, moment, chosen = state  # largest z; sums of e^(z - top) and (z - top) e^(z - top); z of the target
-        z = tile_logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature, cap)
         new_top = jnp.maximum(top, z.max(axis=-1))
         shifted = z - new_top[:, None]
         weights = jnp.exp(shifted)
@@ -354,7 +378,7 @@ def _forward(
 
 
 def _backward(
-    chunk: int, axis_name: str | None, saved: _Saved, gradients: tuple[jax.Array, jax.Array]
+    chunk: int, axis_name: str | None, cap: float | None, saved: _Saved, gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     hidden, head, targets, temperature, lse, entropy = saved
     if axis_name is not None:  # the results on every device depend on this slice
@@ -364,12 +388,12 @@ def _backward(
 
     def slopes(columns: tuple[jax.Array, ...], first: Index) -> jax.Array:
         # d log p_t / dz_j = [j = t] - p_j      dH / dz_j = -p_j (log p_j + H)
-        log_p = tile_logits(hidden, columns[0], temperature) - lse[:, None]
+        log_p = tile_logits(hidden, columns[0], temperature, cap) - lse[:, None]
         is_target = first + jnp.arange(len(columns[0])) == local_targets[:, None]
         d_z = -jnp.exp(log_p) * (d_logprob + d_entropy * (log_p + entropy[:, None]))
         return d_z + jnp.where(is_target, d_logprob, 0.0)
 
-    return *pull_back(slopes, hidden, (head,), temperature, chunk), None, None
+    return *pull_back(slopes, hidden, (head,), temperature, chunk, cap), None, None
 
 
 _token_logprobs.defvjp(_forward, _backward)

@@ -55,8 +55,13 @@ class Stepped(NamedTuple):
 
 
 def can_compute(layer: Params) -> bool:
-    """Whether the matrices of a layer are all in panels, without adapters, and its experts in float32."""
+    """Whether the matrices of a layer are all in panels, without adapters, and its experts in float32.
+
+    A layer with other norms than the two before attention and MLP cannot be computed.
+    """
     mlp = layer['mlp']
+    if layer.keys() != {'attention_norm', 'attention', 'mlp_norm', 'mlp'}:
+        return False
     if 'experts' in mlp and (isinstance(mlp['router']['weight'], Quantized) or mlp['experts']['gate'].dtype != _DTYPE):
         return False
     return all(has_kernel(linear['weight']) and 'lora_a' not in linear for linear in _linears(layer))

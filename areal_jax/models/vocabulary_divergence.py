@@ -26,6 +26,7 @@ from areal_jax.models.logprobs import (
 )
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
+Caps = tuple[float | None, float | None]  # of the logits of the policy and of the teacher, see logprobs.cap_logits
 _Reduce = Callable[[jax.Array], jax.Array]
 
 
@@ -50,6 +51,7 @@ def clamped_entropy(
     temperature: ArrayLike,
     kept: int,
     *,
+    cap: float | None = None,
     chunk: int | None = None,
     block: int | None = None,
     axis_name: str | None = None,
@@ -67,25 +69,27 @@ def clamped_entropy(
     then computed by tiles of the vocabulary, which the backward pass recomputes. Compared with token_logprobs, this
     costs one more product with the head, and 32 passes over its logits.
 
-    For `chunk`, `axis_name` and the effect of NaN see logprobs.token_logprobs; `kept` counts in the whole vocabulary.
+    For `cap`, `chunk`, `axis_name` and the effect of NaN see logprobs.token_logprobs; `kept` counts in the whole
+    vocabulary.
     """
     temperature = jnp.broadcast_to(effective_temperature(temperature), (len(hidden),))
     if block is None:
         block = TILE_BYTES // (4 * len(head))
     block = max(1, min(block, len(hidden)))
-    edge = _find_edges(*jax.lax.stop_gradient((hidden, head)), temperature, kept, block, axis_name)
-    return _entropy(hidden, head, temperature, edge, choose_chunk(chunk, len(hidden), len(head)), axis_name)
+    edge = _find_edges(*jax.lax.stop_gradient((hidden, head)), temperature, kept, block, axis_name, cap)
+    return _entropy(hidden, head, temperature, edge, choose_chunk(chunk, len(hidden), len(head)), axis_name, cap)
 
 
 def _find_edges(
-    hidden: jax.Array, head: jax.Array, temperature: jax.Array, kept: int, block: int, axis_name: str | None
-) -> _Edge:
+    hidden: jax.Array, head: jax.Array, temperature: jax.Array, kept: int, block: int, axis_name: str | None,
+    cap: float | None,
+) -> _Edge:  # fmt: skip
     tokens = len(hidden)
     padding = -tokens % block
     by_block = lambda x, fill: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=fill).reshape(
         -1, block, *x.shape[1:]
     )
-    find = lambda of: _find_edge(tile_logits(of[0], head, of[1]), kept, axis_name)
+    find = lambda of: _find_edge(tile_logits(of[0], head, of[1], cap), kept, axis_name)
     edges = jax.lax.map(find, (by_block(hidden, 0), by_block(temperature, 1)))
     return _Edge(*(x.reshape(-1)[:tokens] for x in edges))
 
@@ -124,19 +128,21 @@ def _count_entries(z: jax.Array, edge: _Edge) -> jax.Array:
     return jnp.where(z == edge.logit[:, None], edge.share[:, None], inside)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _entropy(
-    hidden: jax.Array, head: jax.Array, temperature: jax.Array, edge: _Edge, chunk: int, axis_name: str | None
-) -> jax.Array:
-    return _forward(hidden, head, temperature, edge, chunk, axis_name)[0]
+    hidden: jax.Array, head: jax.Array, temperature: jax.Array, edge: _Edge, chunk: int, axis_name: str | None,
+    cap: float | None,
+) -> jax.Array:  # fmt: skip
+    return _forward(hidden, head, temperature, edge, chunk, axis_name, cap)[0]
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, temperature: jax.Array, edge: _Edge, chunk: int, axis_name: str | None
-) -> tuple[jax.Array, _Saved]:
+    hidden: jax.Array, head: jax.Array, temperature: jax.Array, edge: _Edge, chunk: int, axis_name: str | None,
+    cap: float | None,
+) -> tuple[jax.Array, _Saved]:  # fmt: skip
     def fold(state: _Sums, columns: jax.Array, first: Index) -> _Sums:
         top, total, moment = state  # largest z; sums over K of e^(z - top) and (z - top) e^(z - top)
-        z = tile_logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature, cap)
         new_top = jnp.maximum(top, z.max(axis=-1))
         shifted = z - new_top[:, None]
         weights = _count_entries(z, edge) * jnp.exp(shifted)
@@ -153,17 +159,19 @@ def _forward(
     return entropy, (hidden, head, temperature, edge, top + jnp.log(total), entropy)
 
 
-def _backward(chunk: int, axis_name: str | None, saved: _Saved, gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(
+    chunk: int, axis_name: str | None, cap: float | None, saved: _Saved, gradient: jax.Array
+) -> tuple[jax.Array | None, ...]:
     hidden, head, temperature, edge, lse, entropy = saved
     if axis_name is not None:  # the result on every device depends on this slice
         gradient = jax.lax.psum(gradient, axis_name)
 
     def slopes(columns: tuple[jax.Array, ...], first: Index) -> jax.Array:
-        z = tile_logits(hidden, columns[0], temperature)
+        z = tile_logits(hidden, columns[0], temperature, cap)
         log_q = z - lse[:, None]
         return -gradient[:, None] * _count_entries(z, edge) * jnp.exp(log_q) * (log_q + entropy[:, None])
 
-    return *pull_back(slopes, hidden, (head,), temperature, chunk), None, None
+    return *pull_back(slopes, hidden, (head,), temperature, chunk, cap), None, None
 
 
 _entropy.defvjp(_forward, _backward)
@@ -204,6 +212,7 @@ def token_divergences(
     teacher_head: jax.Array,
     temperature: ArrayLike,
     *,
+    caps: Caps = (None, None),
     chunk: int | None = None,
     axis_name: str | None = None,
 ) -> Divergences:
@@ -215,14 +224,14 @@ def token_divergences(
     vocabulary. Equal models give exactly 0, and gradients of exactly 0. Log-ratios are not clamped.
 
     For `chunk`, `axis_name` and the effect of NaN see logprobs.token_logprobs; inside jax.shard_map both heads are
-    slices.
+    slices. `caps` are the `cap` of the policy and of the teacher.
     """
     rate = jnp.broadcast_to(effective_temperature(temperature), (len(hidden),))
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_head))
-    return _divergences(hidden, head, *teacher, rate, choose_chunk(chunk, len(hidden), len(head)), axis_name)
+    return _divergences(hidden, head, *teacher, rate, choose_chunk(chunk, len(hidden), len(head)), axis_name, caps)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _divergences(
     hidden: jax.Array,
     head: jax.Array,
@@ -231,8 +240,11 @@ def _divergences(
     temperature: jax.Array,
     chunk: int,
     axis_name: str | None,
+    caps: Caps,
 ) -> Divergences:
-    return _forward_vocabulary_divergence(hidden, head, teacher_hidden, teacher_head, temperature, chunk, axis_name)[0]
+    return _forward_vocabulary_divergence(
+        hidden, head, teacher_hidden, teacher_head, temperature, chunk, axis_name, caps
+    )[0]
 
 
 def _forward_vocabulary_divergence(
@@ -243,10 +255,11 @@ def _forward_vocabulary_divergence(
     temperature: jax.Array,
     chunk: int,
     axis_name: str | None,
+    caps: Caps,
 ) -> tuple[Divergences, tuple[_Arguments, _VocabularyDivergenceSaved]]:
     def fold(state: _Pair, columns: tuple[jax.Array, jax.Array], first: Index) -> _Pair:
-        z = tile_logits(hidden, columns[0], temperature)
-        other = tile_logits(teacher_hidden, columns[1], temperature)
+        z = tile_logits(hidden, columns[0], temperature, caps[0])
+        other = tile_logits(teacher_hidden, columns[1], temperature, caps[1])
         tops = (jnp.maximum(sums.top, x.max(axis=-1)) for sums, x in zip(state, (z, other), strict=True))
         ours, theirs = _move(state, *tops)
         shifted, other_shifted = z - ours.top[:, None], other - theirs.top[:, None]
@@ -289,7 +302,11 @@ def _add(sums: _VocabularyDivergenceSums, shifted: jax.Array, x: jax.Array) -> _
 
 
 def _backward_vocabulary_divergence(
-    chunk: int, axis_name: str | None, saved: tuple[_Arguments, _VocabularyDivergenceSaved], gradients: Divergences
+    chunk: int,
+    axis_name: str | None,
+    caps: Caps,
+    saved: tuple[_Arguments, _VocabularyDivergenceSaved],
+    gradients: Divergences,
 ) -> tuple[jax.Array | None, ...]:
     (hidden, head, teacher_hidden, teacher_head, temperature), sums = saved
     if axis_name is not None:  # the results on every device depend on this slice
@@ -297,12 +314,12 @@ def _backward_vocabulary_divergence(
     d_reverse, d_forward = (g[:, None] for g in gradients)
 
     def slopes(columns: tuple[jax.Array, ...], first: Index) -> jax.Array:
-        log_p = tile_logits(hidden, columns[0], temperature) - sums.lse[:, None]
-        log_q = tile_logits(teacher_hidden, columns[1], temperature) - sums.teacher_lse[:, None]
+        log_p = tile_logits(hidden, columns[0], temperature, caps[0]) - sums.lse[:, None]
+        log_q = tile_logits(teacher_hidden, columns[1], temperature, caps[1]) - sums.teacher_lse[:, None]
         p = jnp.exp(log_p)
         return d_reverse * p * (log_p - log_q - sums.reverse[:, None]) + d_forward * (p - jnp.exp(log_q))
 
-    return *pull_back(slopes, hidden, (head, teacher_head), temperature, chunk), None, None, None
+    return *pull_back(slopes, hidden, (head, teacher_head), temperature, chunk, caps[0]), None, None, None
 
 
 _divergences.defvjp(_forward_vocabulary_divergence, _backward_vocabulary_divergence)

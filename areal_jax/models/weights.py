@@ -21,17 +21,8 @@ import numpy as np
 
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.fields import COUNT, ConfigError
-from areal_jax.models.families import (
-    COMMON,
-    FAMILIES,
-    LAYERS,
-    Init,
-    ModelConfig,
-    Weight,
-    layers_of,
-    letter_sizes,
-    rows_of,
-)
+from areal_jax.models.families import FAMILIES, LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
+from areal_jax.models.weight_rows import COMMON, Init, Weight
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
@@ -146,14 +137,14 @@ def _convert(tree: Tree, convert: Callable[[Tree], Tree]) -> Tree:
 
 
 Params = dict[str, Tree]  # weights by name, nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
-_OF_EXPERTS = ('gate', 'up', 'down')
+_OF_EXPERTS = ('gate', 'up', 'down')  # named by lora.targets
 _Leaf = TypeVar('_Leaf')
 Nested = Mapping[str, Union['WeightSpec', 'Nested']]  # specs by name, nested like the tree
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """A weight of one model; fields as in families.Weight, the shape in numbers."""
+    """A weight of one model; fields as in weight_rows.Weight, the shape in numbers."""
 
     path: str
     shape: tuple[int, ...]
@@ -174,8 +165,13 @@ class WeightSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix [in, out] of a projection or an adapter; a table [V, d] is not."""
-        return self.in_layers and len(self.shape) == 2
+        """Whether it is a matrix [in, out] of a projection or an adapter; a table [V, d] is not, nor biases [E, d]."""
+        return self.in_layers and self.path.rsplit('/', 1)[1] in ('weight', *ADAPTERS)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether tokens are multiplied by it in a layer: a matrix, or one for each expert."""
+        return self.is_matrix or (self.in_layers and len(self.shape) == 3)
 
     @property
     def stacked_path(self) -> str:

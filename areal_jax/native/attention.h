@@ -60,7 +60,8 @@ inline int64_t ScorePlaces(int64_t positions) {
 
 // Softmax of scores in place: weights that are not normalised, and their sum. What lies behind `count` in the n places
 // weighs nothing: whole vectors, because the rest of a loop one by one costs as much as all the vectors of a short row.
-inline float Soften(float* scores, int64_t count, int64_t n) {
+// A weight is relative to the largest score, which is stored where `largest` points.
+inline float Soften(float* scores, int64_t count, int64_t n, float* largest = nullptr) {
   std::fill(scores + count, scores + n, -std::numeric_limits<float>::infinity());
   float top = scores[0], total = 0;
 #pragma omp simd reduction(max : top)
@@ -70,6 +71,7 @@ inline float Soften(float* scores, int64_t count, int64_t n) {
     scores[i] = Exp(scores[i] - top);
     total += scores[i];
   }
+  if (largest) *largest = top;
   return total;
 }
 
@@ -241,6 +243,7 @@ struct Queries {
   int64_t rows;  // up to kMostQueries
   int64_t window;  // 0 = all positions
   float* out;  // [rows, H, D]
+  const float* sinks = nullptr;  // [H], one more score of each head, without a value; null = none
 };
 
 template <typename Size>
@@ -293,7 +296,9 @@ void AttendWith(const Size& size, const Queries& queries, const float* keys, con
   for (int64_t i = 0; i < queries.rows * s.heads; ++i) {
     const Row& row = rows[i / s.heads];
     const int64_t seen = row.length - row.first;
-    totals[i] = seen ? Soften(row.scores + i % s.heads * row.places, seen, row.places) : 1.0f;
+    float top = 0;
+    totals[i] = seen ? Soften(row.scores + i % s.heads * row.places, seen, row.places, &top) : 1.0f;
+    if (queries.sinks) totals[i] += std::exp(queries.sinks[i % s.heads] - top);  // infinite: the result is 0
   }
   visit(values, [&](auto together, const Row& row, int64_t head, const float* part, int64_t count, float* weights) {
     size.template Accumulate<decltype(together)::value>(weights, row.places, part, stride, count, row.out + head);

@@ -36,8 +36,8 @@ constexpr int64_t kAhead = 4;  // tokens whose places in the cache are fetched b
 
 // q [B, H, D], keys and values [blocks, T, K, D], tables one behind the other, the place among them where the table of each
 // row starts [B], lengths [B] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by side share reads.
-ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
-                       Integers lengths, int64_t window, ffi::Result<Floats> out) {
+ffi::Future AttendWithSinks(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
+                            Integers lengths, const float* sinks, int64_t window, ffi::Result<Floats> out) {
   const auto shape = q.dimensions(), cache = keys.dimensions();
   const Sizes sizes{shape[1], cache[2], cache[3], cache[1]};
   const int64_t rows = shape[0], width = shape[1] * shape[2];
@@ -47,12 +47,23 @@ ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats value
   for (int64_t b = 0, count; b < rows; b += count) {
     for (count = 1; count < kMostQueries && b + count < rows && start[b + count] == start[b];) ++count;
     queries.push_back({q.typed_data() + b * width, tables.typed_data() + start[b], lengths.typed_data() + b, count,
-                       window, out->typed_data() + b * width});
+                       window, out->typed_data() + b * width, sinks});
   }
   phases.Add(queries.size(), [=, &queries, k = keys.typed_data(), v = values.typed_data()](int64_t i) {
     Attend(queries[i], k, v, sizes);
   });
   return phases.RunBehindPreferred(pool);
+}
+
+ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
+                       Integers lengths, int64_t window, ffi::Result<Floats> out) {
+  return AttendWithSinks(pool, q, keys, values, tables, starts, lengths, nullptr, window, out);
+}
+
+// The same with sinks [H], see Queries.
+ffi::Future AttendSinks(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
+                        Integers lengths, Floats sinks, int64_t window, ffi::Result<Floats> out) {
+  return AttendWithSinks(pool, q, keys, values, tables, starts, lengths, sinks.typed_data(), window, out);
 }
 
 // The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n]; the results are the arguments.
@@ -399,6 +410,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend, areal_jax::AttendRows,
                                   .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Integers>()
+                                  .Attr<int64_t>("window")
+                                  .Ret<areal_jax::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend_sinks, areal_jax::AttendSinks,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
                                   .Attr<int64_t>("window")
                                   .Ret<areal_jax::Floats>());
 

@@ -25,7 +25,7 @@ from areal_jax.report.event_log import (
     window,
 )
 from areal_jax.report.pages.blocks import Table
-from areal_jax.report.report_keys import Busy, CurveEnds, CurveRow, Interval, Report, Time
+from areal_jax.report.report_keys import Accuracy, Busy, CurveEnds, CurveRow, Interval, Report, Time
 from areal_jax.report.statistics import mean_interval, score_interval
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts, VersionScores
 from areal_jax.telemetry.progress import format_number, format_percent
@@ -62,6 +62,16 @@ def summarize_scores(before: EvaluationScores | None, after: EvaluationScores | 
         'greedy': {'before': _greedy(before), 'after': _greedy(after)},
         'sampled': {'before': _sampled(before), 'after': _sampled(after)},
     }
+
+
+def compare_scores(before: EvaluationScores | None, after: EvaluationScores | None) -> Accuracy | None:
+    """Returns the scores before and after training, and the gain on the same problems; None without an evaluation."""
+    if before is None and after is None:
+        return None
+    ends, gain = summarize_scores(before, after), None
+    if before and after and ends['sampled']['before'] and ends['sampled']['after']:
+        gain = tell_interval(statistics.paired_interval(before.sampled, after.sampled))
+    return {'greedy': ends['greedy'], 'sampled': {**ends['sampled'], 'gain': gain}}
 
 
 def evaluation_points(report: Report) -> dict[Kind, list[tuple[int, Interval]]]:

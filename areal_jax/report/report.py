@@ -29,13 +29,12 @@ from areal_jax.report.event_log import Window, load_events, outside_evaluation, 
 from areal_jax.report.limit import (
     as_report,
     busy_shares,
+    compare_scores,
     curve_ends,
     evaluation_cache_bytes,
     evaluation_curve,
     evaluation_lane_share,
     measure_limit,
-    summarize_scores,
-    tell_interval,
 )
 from areal_jax.report.pages.energy_section import summarize_energy
 from areal_jax.report.pages.html_page import FILE as HTML_PAGE
@@ -45,12 +44,12 @@ from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.pages.web_page import describe_missing_library
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
-from areal_jax.report.statistics import paired_interval
+from areal_jax.report.sources import summarize_sources
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.token_fates import age_histograms, censoring, token_age, token_age_steps, token_fates
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, VersionScores, read_curve
+from areal_jax.telemetry.facts import EVALUATIONS, RunFacts, VersionScores, read_curve
 from areal_jax.telemetry.metrics import number, plain
 
 FILE = 'report.json'
@@ -111,7 +110,7 @@ def build_report(
         'unparsed_rate': {**aggregates.ends(metrics, unparsed), 'mean': aggregates.mean(metrics, unparsed)},
         'audit': _audit(training),
         'code': summarize_code(metrics, facts),
-        'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
+        'accuracy': compare_scores(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
         'evaluation_curve': evaluation_curve(events, curve),
         'evaluation_curve_ends': curve_ends(curve, facts.evaluation_before, facts.evaluation_after),
@@ -153,6 +152,8 @@ def build_report(
     }
     if classes := summarize_classes(events, training, metrics, within):
         report['engine_classes'] = classes
+    if sources := summarize_sources(events, metrics, facts.evaluation_before, facts.evaluation_after):
+        report['sources'] = sources
     report['warnings'] = find_caveats(events, metrics, report, facts)
     return cast(Report, plain(report))
 
@@ -244,16 +245,6 @@ def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> co
         'learner_tokens_per_second_per_device': aggregates.median(metrics, names.LEARNER_RATE_PER_DEVICE),
         'mfu': aggregates.median(metrics, names.MFU),
     }
-
-
-def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -> contents.Accuracy | None:
-    if before is None and after is None:
-        return None
-    ends = summarize_scores(before, after)
-    gain = None
-    if before and after and ends['sampled']['before'] and ends['sampled']['after']:
-        gain = tell_interval(paired_interval(before.sampled, after.sampled))
-    return {'greedy': ends['greedy'], 'sampled': {**ends['sampled'], 'gain': gain}}
 
 
 def _most_frequent(facts: RunFacts) -> contents.BeforeAfter:

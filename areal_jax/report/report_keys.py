@@ -283,6 +283,27 @@ class CodeVerdicts(TypedDict):
     visible_only: BeforeAfter  # evaluations: share of the passing answers that fails a hidden test
 
 
+class SourceMeasures(TypedDict):
+    """Metrics of a source over the updates."""
+
+    equal_rewards: float | None  # share of its groups in the batches without a signal; None if it has none
+    reward: Ends  # of the updates that have a group of it
+    answer_tokens_mean: float | None  # generated tokens of an answer
+
+
+class SourceRow(SourceMeasures):
+    """One source of a mixture (task.sources)."""
+
+    source: str
+    drawn: int  # groups
+    drawn_share: float  # of the draws of all sources
+    trained: int  # groups that a batch took
+    dropped: Mapping[str, int]  # groups by reason
+    filtered_rate: float | None  # share of its finished groups that task.filter dropped; None if it dropped none
+    token_share: float | None  # of the tokens that the filter of equal rewards left in the batches
+    accuracy: Accuracy | None  # on its held-out problems; None without an evaluation
+
+
 class Told(TypedDict):
     """What the report has as the run told it: fields of telemetry.facts.RunFacts with their names."""
 
@@ -306,6 +327,7 @@ class Told(TypedDict):
     peak_memory_bytes: int | None  # of the process tree
     weights_sha256: str | None  # of the last version
     git_commit: str | None
+    revisions: Mapping[str, str]  # commits of models and data sets of the Hub, by config field
     versions: Mapping[str, str]  # of packages
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
@@ -348,6 +370,7 @@ class Report(Told):
     publications: list[PublicationRow]  # of versions above 0
     agents: AgentSummary | None  # None without agents
     engine_work: EngineWork
+    sources: NotRequired[list[SourceRow]]  # absent for a run of one task
     engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
     attention_positions: AttentionPositions | None  # None if the log does not have them
     preemptions: Preemptions | None  # None without any

@@ -1,7 +1,7 @@
 """Maps the logical axes of weights to the axes of the mesh, with one table per strategy.
 
-models/families.py declares the logical axes of each weight; callers pass them as WeightAxes. `cluster.strategy` chooses
-the table.
+models/weight_rows.py declares the logical axes of each weight; callers pass them as WeightAxes. `cluster.strategy`
+chooses the table.
 """
 
 from __future__ import annotations

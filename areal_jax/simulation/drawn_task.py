@@ -90,7 +90,7 @@ class CountedPrompts:
 
 def count_prompt(prompt: Prompt) -> Prompt:
     """Replaces the tokens of a prompt by as many counted ones."""
-    return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
+    return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {}, prompt.source)
 
 
 class Places:

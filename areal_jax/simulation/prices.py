@@ -143,7 +143,7 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
 
 def _multiplies(path: str) -> bool:
     """Whether the leaf at a path is a matrix, not a bias or the scale of a norm."""
-    return path.endswith('/weight') or '/experts/' in path
+    return path.endswith('/weight') or ('/experts/' in path and not path.endswith('_bias'))
 
 
 def _qwen2(name: str, vocabulary: int, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from areal_jax.tasks.user_lines import (
 )
 from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools, for_template, require_shown
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
-from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
+from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
 
 _TURN = ('role', 'content', 'tool_calls', 'tool_call_id', 'name')  # of a message for a chat template
 _COUNTS = ('weight', 'train', 'training', 'loss')  # whether a turn is trained
@@ -62,16 +63,25 @@ def require_conversation(messages: object, source: str, name: str = 'messages') 
 
 
 def take_keys(
-    turns: Sequence[JsonObject], source: str, keys: LineKeys, tokenizer: Tokenizer, name: str = 'messages'
+    turns: Sequence[JsonObject],
+    source: str,
+    keys: LineKeys,
+    tokenizer: Tokenizer,
+    name: str = 'messages',
+    *,
+    trained: Sequence[int] = (),
 ) -> list[JsonObject]:
     """Returns the turns with the keys that the chat template reads; `keys` counts the keys that nothing reads.
 
-    Raises TaskError for a key of the published list that is not used: in the answer, whose content alone is trained,
-    and in a turn before it, if the template does not read the key.
+    Args:
+      trained: numbers of the turns to train, of which the content alone is read; () = the last one.
+
+    Raises TaskError for a key of the published list that is not used: in a turn to train, and in another one, if the
+    template does not read the key.
     """
-    found = []
+    found, trained = [], trained or (len(turns) - 1,)
     for number, turn in enumerate(turns):
-        is_answer = number == len(turns) - 1
+        is_answer = number in trained
         kept: JsonObject = {}
         for key, value in turn.items():
             place = f'{name}[{number}].{key}'
@@ -147,12 +157,19 @@ class Demonstration:
     prompt_tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
     answers: tuple[np.ndarray, ...]  # int32 [A] each, the last one EOS; each becomes a trajectory
     source: str  # 'FILE:LINE', or the question of a task: names it in errors
+    trained: tuple[np.ndarray, ...] = ()  # bool [A] of each answer, False between its turns; () = all tokens
 
     @property
     def size(self) -> tuple[int, int]:
         """The places it takes in a row: tokens that are read, tokens in the loss. The last token is never read."""
         answered = sum(map(len, self.answers))
-        return len(self.answers) * (len(self.prompt_tokens) - 1) + answered, answered
+        in_loss = sum(int(mask.sum()) for mask in self.trained) if self.trained else answered
+        return len(self.answers) * (len(self.prompt_tokens) - 1) + answered, in_loss
+
+    def segments(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each answer; tokens between its turns are not in the loss."""
+        masks = self.trained or tuple(np.ones(len(tokens), bool) for tokens in self.answers)
+        return tuple(_cut_segments(tokens, mask) for tokens, mask in zip(self.answers, masks, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +238,12 @@ class DemonstrationStream:
     def draw(self) -> TrajectoryGroup:
         """Draws the next demonstration (a group of one trajectory) or pair (a group of two) for the learner."""
         prompt = self._prompts.draw()
-        answers = self._demonstrations[prompt.problem['index']].answers
-        segments = [Segment(tokens, np.zeros(len(tokens), np.float32), _TRAINED_VERSION) for tokens in answers]
+        answers = self._demonstrations[prompt.problem['index']].segments()
         return TrajectoryGroup(
             prompt.draw,
             tuple(
-                Trajectory(prompt, sample, (segment,), 0.0, 'stop', '', 0.0, 0.0)
-                for sample, segment in enumerate(segments)
+                Trajectory(prompt, sample, segments, 0.0, 'stop', '', 0.0, 0.0)
+                for sample, segments in enumerate(answers)
             ),
         )
 
@@ -248,6 +264,15 @@ class DemonstrationStream:
         return Prompt(draw, self._demonstrations[problem['index']].prompt_tokens, _NAME, problem)
 
 
+def _cut_segments(tokens: np.ndarray, mask: np.ndarray) -> tuple[Segment, ...]:
+    """Cuts int32 [A] where bool [A] changes."""
+    places = np.flatnonzero(np.diff(mask)) + 1
+    return tuple(
+        Segment(part, np.zeros(len(part), np.float32), _TRAINED_VERSION if kept[0] else NOT_GENERATED)
+        for part, kept in zip(np.split(tokens, places), np.split(mask, places), strict=True)
+    )
+
+
 def read_demonstrations(
     path: str,
     tokenizer: Tokenizer,
@@ -258,7 +283,8 @@ def read_demonstrations(
     """Demonstrations from a file or data set (see `read_objects`); blank lines are skipped, repeated ones kept.
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier ones of
-    the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations that do
+    the assistant are context, except where `train` or `weight` is 1), or else with `question` and `answer`.
+    `system_prompt` goes before conversations that do
     not begin with a system prompt. The chat template shows the `tools` of a line, and the keys of earlier messages that
     it reads. Other keys that would change what is trained are refused (user_lines.py). A hash of the first user message
     decides the side, so that a question with several answers is on one side, and on the same side as in the task
@@ -276,7 +302,9 @@ class _Line(NamedTuple):
     source: str
     messages: Messages  # before the answers
     tools: Tools
-    answers: tuple[str, ...]
+    answers: tuple[
+        Sequence[JsonObject], ...
+    ]  # turns of each, from the first trained one to the last; see _encode_turns
 
 
 def _encode_lines(
@@ -294,15 +322,51 @@ def _encode_lines(
     for line, prompt_tokens in zip(lines, prompts, strict=True):
         question = next(str(m['content']) for m in line.messages if m['role'] == 'user')
         side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
-        answers = tuple(encode_answer(tokenizer, answer, line.source) for answer in line.answers)
+        encoded = [_encode_turns(tokenizer, turns, line.tools, line.source) for turns in line.answers]
+        answers, trained = tuple(tokens for tokens, _ in encoded), tuple(mask for _, mask in encoded)
         if len(answers) == 2 and np.array_equal(*answers):
             raise TaskError(f'{line.source}: chosen and rejected are the same answer: remove the line, or change one')
-        sides[side].append(Demonstration(prompt_tokens, answers, line.source))
+        is_cut = not all(mask.all() for mask in trained)
+        sides[side].append(Demonstration(prompt_tokens, answers, line.source, trained if is_cut else ()))
     return Demonstrations(tuple(sides['train']), tuple(sides['held_out']), noun=noun)
 
 
+def _encode_turns(
+    tokenizer: Tokenizer, turns: Sequence[JsonObject], tools: Tools, source: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int32 [A] and bool [A], whether a token is in the loss: the row that an agent would have.
+
+    Args:
+      turns: the assistant's, with `train`, and between them results of tools and at most one turn of the user.
+
+    Raises TaskError for turns that the template cannot continue like that.
+    """
+    parts: list[tuple[np.ndarray, bool]] = []
+    places = [*(index for index, turn in enumerate(turns) if turn['role'] == 'assistant'), len(turns)]
+    for place, following in itertools.pairwise(places):
+        parts.append((encode_answer(tokenizer, turns[place]['content'], source), turns[place]['train']))
+        if between := for_template(turns[place + 1 : following]):
+            tokens = tokenizer.extend_chat(between, tools, closed_by=tokenizer.eos_id)
+            if tokens is None:
+                roles = ', '.join(str(turn['role']) for turn in between)
+                raise TaskError(
+                    f'{source}: turns of {roles} after a trained turn: only results of tools and then at most one turn '
+                    'of the user may be there, and the chat template must write them without changing earlier turns'
+                )
+            parts.append((tokens, False))
+    masks = [np.full(len(tokens), is_trained) for tokens, is_trained in parts]
+    return np.concatenate([tokens for tokens, _ in parts]).astype(np.int32), np.concatenate(masks)
+
+
+def _answer_turns(answer: str) -> list[JsonObject]:
+    return [{'role': 'assistant', 'content': answer, 'train': True}]
+
+
 def solve_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
-    """Returns each problem of a task once, with its answer. Raises TaskError if a problem has no answer."""
+    """Returns each problem of a task once, with its answer, or the conversation `messages` if it has one.
+
+    Raises TaskError if a problem has no answer.
+    """
     if not isinstance(task, ListedTask):
         raise TaskError(f'task.name={task.name!r} does not list its problems; use task.name=jsonl with task.path')
     return Demonstrations(_solve_side(task, 'train', tokenizer), _solve_side(task, 'held_out', tokenizer))
@@ -315,6 +379,9 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     demonstrations = []
     for prompt in (stream.draw() for _ in range(stream.size)):  # the first epoch: each once
         source = f'{task.name}: {prompt.problem.get("question", dict(prompt.problem))!r}'
+        if 'messages' in prompt.problem:
+            demonstrations.append(_encode_conversation(dict(prompt.problem), source, tokenizer))
+            continue
         if 'answer' not in prompt.problem:
             raise TaskError(f'{source} has no answer to imitate; use task.name=jsonl with task.path')
         answer = encode_answer(tokenizer, str(prompt.problem['answer']), source)
@@ -322,16 +389,41 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     return tuple(demonstrations)
 
 
+def _encode_conversation(problem: JsonObject, source: str, tokenizer: Tokenizer) -> Demonstration:
+    row = {'messages': problem['messages'], 'tools': problem.get('tools')}
+    line = _read_conversation(row, source, LineKeys(source, _USED, OF_DEMONSTRATIONS), tokenizer)
+    [found] = _encode_lines([line], tokenizer, '', 0.0).train
+    return found
+
+
 def _read_conversation(row: JsonObject, source: str, keys: LineKeys, tokenizer: Tokenizer) -> _Line:
     if not ('messages' in row or {'question', 'answer'} <= row.keys()):
         raise TaskError(f'{source}: expected an object with question and answer, or messages; it has {sorted(row)[:8]}')
     keys.require(row, source)
     if 'messages' not in row:
-        messages: list[JsonObject] = list(chat_messages(require_text(row['question'], 'question', source)))
-        messages.append({'role': 'assistant', 'content': require_text(row['answer'], 'answer', source)})
-    else:
-        messages = take_keys(require_conversation(row['messages'], source), source, keys, tokenizer)
-    return _Line(source, messages[:-1], read_tools(row, source), (messages[-1]['content'],))
+        question = chat_messages(require_text(row['question'], 'question', source))
+        answers = _answer_turns(require_text(row['answer'], 'answer', source))
+        return _Line(source, question, read_tools(row, source), (answers,))
+    turns = require_conversation(row['messages'], source)
+    trained = _find_trained(turns)
+    for number in trained:
+        require_text(turns[number]['content'], f'messages[{number}].content', source)
+    kept = take_keys(turns, source, keys, tokenizer, trained=trained)
+    answers = [{**turn, 'train': number in trained} for number, turn in enumerate(kept)][trained[0] :]
+    for number, turn in enumerate(answers, start=trained[0]):
+        if turn['role'] == 'assistant' and turn.get('tool_calls'):
+            raise refuse(f'messages[{number}].tool_calls', turn['tool_calls'], source, OF_MESSAGES['tool_calls'])
+    return _Line(source, kept[: trained[0]], read_tools(row, source), (answers,))
+
+
+def _find_trained(turns: Sequence[JsonObject]) -> list[int]:
+    """Returns the numbers of the turns to train: the last one, and the assistant's that one of _COUNTS marks."""
+    marked = (
+        number
+        for number, turn in enumerate(turns[:-1])
+        if turn['role'] == 'assistant' and any(turn.get(key) in (1, True) for key in _COUNTS)
+    )
+    return [*marked, len(turns) - 1]
 
 
 def encode_answer(tokenizer: Tokenizer, answer: str, source: str) -> np.ndarray:
@@ -367,7 +459,7 @@ def _describe_too_long(demonstrations: Sequence[Demonstration], capacity: Mappin
 def _digest(demonstrations: Sequence[Demonstration]) -> str:
     digest = hashlib.sha256()
     for d in demonstrations:
-        parts = [d.prompt_tokens, *d.answers]
+        parts = [d.prompt_tokens, *d.answers, *d.trained]
         digest.update(np.array([len(part) for part in parts], '<i4').tobytes())
         digest.update(np.concatenate(parts).astype('<i4').tobytes())
     return digest.hexdigest()
@@ -408,6 +500,8 @@ def contrast_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
     Raises TaskError for a task whose problems have no answers, and for a side on which all answers are the same.
     """
     solved = solve_task(task, tokenizer)
+    if any(d.trained for d in (*solved.train, *solved.held_out)):
+        raise TaskError(f'task.name={task.name!r} has conversations to imitate, and pairs are of single answers')
     return Demonstrations(_contrast(solved.train), _contrast(solved.held_out), noun=_NOUN)
 
 
@@ -431,7 +525,7 @@ def _read_pair(row: JsonObject, source: str, keys: LineKeys, tokenizer: Tokenize
     keys.require(row, source)
     chosen, rejected = (require_text(row[name], name, source) for name in _FIELDS[1:])
     messages = _read_prompt(row['prompt'], chosen, source, keys, tokenizer)
-    return _Line(source, messages, read_tools(row, source), (chosen, rejected))
+    return _Line(source, messages, read_tools(row, source), (_answer_turns(chosen), _answer_turns(rejected)))
 
 
 def _read_prompt(prompt: object, chosen: str, source: str, keys: LineKeys, tokenizer: Tokenizer) -> Messages:

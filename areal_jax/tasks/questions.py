@@ -28,8 +28,8 @@ def question_task(
     The side of a question depends on its text alone: it does not change when other questions are added.
 
     Args:
-      problems: dicts that JSON can carry. `question` is the prompt's text; supervised training imitates `answer`, if it
-        is there. `score` gets the whole dict.
+      problems: dicts that JSON can carry. `question` is the prompt's text; supervised training imitates `answer`, or
+        the conversation `messages` with its `tools`, if they are there. `score` gets the whole dict.
       score: score(problem, answer_text, finish_reason) -> reward, at the top level of its file: worker processes load
         it from there.
       name: of the task, in messages and events; '' = the name of the file that has `score`.

@@ -34,18 +34,10 @@ class TaskError(UserError, ValueError):
     """Raised for a task that cannot be built or continued as asked; the message names the fields and the fix."""
 
 
-class Task(Protocol):
-    """Prompts whose answers can be scored."""
+class PromptSet(Protocol):
+    """The prompts of a run: a task, or a mixture of several."""
 
     name: str
-    scorer: str  # 'module:function' or '/path/to/file.py:function', how a worker process finds `score`
-
-    def fitting(self, prompt_tokens: int, over_length: OverLength) -> Task:
-        """Returns the task with the problems whose prompts have at most `prompt_tokens` tokens.
-
-        Raises a TaskError that names the first longer one, unless it is to be dropped; dropped problems are counted.
-        """
-        ...
 
     def sizes(self) -> Mapping[str, int]:
         """The number of problems: {'train', 'held_out', 'dropped'}."""
@@ -57,6 +49,19 @@ class Task(Protocol):
 
     def held_out(self, n: int, seed: int) -> list[Prompt]:
         """Distinct held-out problems, draw numbers 0, 1, ...: n of them, or all if there are fewer."""
+        ...
+
+
+class Task(PromptSet, Protocol):
+    """Prompts whose answers can be scored."""
+
+    scorer: str  # 'module:function' or '/path/to/file.py:function', how a worker process finds `score`
+
+    def fitting(self, prompt_tokens: int, over_length: OverLength) -> Task:
+        """Returns the task with the problems whose prompts have at most `prompt_tokens` tokens.
+
+        Raises a TaskError that names the first longer one, unless it is to be dropped; dropped problems are counted.
+        """
         ...
 
     def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:

@@ -98,7 +98,9 @@ _TEMPLATE = Telling('what a chat template is told', 'write it into the template,
 _WEIGHT = Telling('how much the line counts', 'every line counts once: repeat it')
 _THOUGHT = Telling('what the model thinks before its answer', 'write it into the answer, in the marks of the model')
 _CALLS = Telling('calls of tools', 'write them into the content, in the notation of the model')
-_MASK = Telling('which tokens are trained', 'the last answer is, and nothing else')
+_MASK = Telling(
+    'which tokens are trained', 'the last answer is, and earlier turns of the assistant where train is true'
+)
 _VERDICT = Telling('whether the answer is wanted', 'remove lines whose answers are not, or give them as pairs')
 
 _OF_ALL: Mapping[str, Telling] = {

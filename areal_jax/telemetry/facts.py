@@ -38,6 +38,26 @@ class EvaluationScores:
     sampled: tuple[tuple[float, ...], ...]  # scores of the sampled answers
     most_frequent_answer_share: float | None = None  # see most_frequent_share
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)  # answers by label, greedy ones included
+    sources: tuple[str, ...] = ()  # of a mixture: the source of each problem
+
+    def as_values(self) -> files.JsonObject:
+        """The scores as JSON values; without the sources if the run has one task."""
+        values = dataclasses.asdict(self)
+        if not self.sources:
+            del values['sources']
+        return values
+
+    def by_source(self) -> dict[str, EvaluationScores]:
+        """The scores of the problems of each source, sorted by its name; {} for a single task."""
+        rows: dict[str, list[int]] = {}
+        for row, source in enumerate(self.sources):
+            rows.setdefault(source, []).append(row)
+        return {
+            source: EvaluationScores(
+                tuple(self.greedy[row] for row in rows[source]), tuple(self.sampled[row] for row in rows[source])
+            )
+            for source in sorted(rows)
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +70,7 @@ class VersionScores:
 
     def as_row(self) -> files.JsonObject:
         """The row of evaluations.json."""
-        return {'version': self.version, 'seconds': self.seconds, **dataclasses.asdict(self.scores)}
+        return {'version': self.version, 'seconds': self.seconds, **self.scores.as_values()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +109,8 @@ class RunFacts:
     event_loop_lag_max: float | None = None  # seconds, after warm-up
     weights_sha256: str | None = None  # of the last version
     git_commit: str | None = None
+    # commits of models and data sets of the Hugging Face Hub, by config field
+    revisions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)  # cores, platform, ...
     # 'generate', 'train': an update

@@ -74,6 +74,17 @@ FILTERED_RATE = Metric(
     'reward/filtered_rate', 'share', 'finished groups that task.filter dropped and refilled; absent without a filter'
 )
 
+SOURCE = 'source/'  # prefix, only with a mixture (task.sources); followed by the source and one of the next names
+SOURCE_DRAWN = 'drawn'  # groups, drawn since the start of the run
+SOURCE_GROUPS = 'groups'  # groups of the batch, filtered ones included
+SOURCE_EQUAL = 'equal_rewards'  # groups of the batch without a signal: all their rewards are equal
+SOURCE_DROPPED = 'dropped'  # groups dropped before the batch since the last update, for any reason
+SOURCE_FILTERED_RATE = 'filtered_rate'  # share of the groups finished since then that task.filter dropped, if any ended
+SOURCE_REWARD = 'reward_mean'  # reward, mean over its answers in the batch; this and the next: absent without a group
+SOURCE_LENGTH = 'answer_tokens_mean'  # generated tokens of these answers, mean
+SOURCE_TOKENS = 'tokens'  # generated tokens of its groups that the filter of equal rewards left in the batch
+SOURCE_TOKEN_SHARE = 'token_share'  # share of these tokens of all sources; absent if there are none
+
 TOKEN_AGE_MEAN = Metric('staleness/token_age_mean', 'versions', 'mean age of the trained tokens')
 TOKEN_AGE_MAX = Metric('staleness/token_age_max', 'versions', 'age of the oldest trained token')
 TOKEN_AGE_HISTOGRAM = Metric(
@@ -193,6 +204,8 @@ VISIBLE_ONLY_SHARE = Metric(
     'share',
     'answers of code that fail a hidden test, of those that pass the others; absent where none passes',
 )
+# prefix, only with a mixture; followed by the source and greedy_accuracy or sampled_accuracy, as the metrics below
+EVALUATION_OF = 'evaluation/source/'
 SAMPLED_ACCURACY = Metric('evaluation/sampled_accuracy', 'score', 'mean score of its sampled answers, where it has any')
 
 KEPT_MASS_MEAN = Metric('sampling/kept_mass_mean', 'share', 'softmax mass that top-k or top-p kept, trained tokens')
@@ -271,6 +284,8 @@ EXPERTS_DEAD = Metric('experts/dead', 'experts', 'of all layers, those that no t
 HISTOGRAMS = (TOKEN_AGE_HISTOGRAM, TRAINED_BY_AGE, FILTERED_BY_AGE, MASKED_BY_AGE, UNUSED_BY_AGE)  # lists of counts
 METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
 PREFIXES = (
+    SOURCE,
+    EVALUATION_OF,
     GROUPS_DROPPED,
     ADMISSION_HELD,
     IDLE_SLOTS,

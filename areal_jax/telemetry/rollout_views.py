@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 
 from areal_jax import files
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
 from areal_jax.telemetry.metrics import read_json_lines, require_fields
 from areal_jax.telemetry.rollout_writer import DIRECTORY, list_files, read_records
@@ -48,6 +48,7 @@ def _read_evaluated(path: pathlib.Path) -> list[files.JsonObject]:
                 'update': 0,
                 'draw': problem['draw'],
                 'task': '',
+                **({'source': problem['source']} if 'source' in problem else {}),
                 'trained': False,
                 'prompt': {'text': problem['prompt'], 'tokens': problem.get('prompt_tokens', [])},
                 'problem': problem.get('problem', {}),
@@ -77,6 +78,7 @@ def _convert(path: pathlib.Path, number: int, answer: files.JsonObject) -> files
 _HEAD = (
     f'{"update":>6} {"draw":>6} {"answer":>6} {"reward":>7} {"adv.":>7} {"age":>4} {"tokens":>6}  {"verdict":<14} text'
 )
+_SOURCE = 'source'  # head of the column that a mixture has in addition
 _LEAST_TEXT = 15  # characters of a text, however narrow the terminal
 
 
@@ -115,14 +117,22 @@ _KEYS: Mapping[str, Callable[[GivenAnswer], float]] = {  # the largest first
 ORDERS = tuple(order for name in _KEYS for order in (name, f'-{name}'))
 
 
-def select_groups(records: Sequence[JsonObject], update: int | None, draw: int | None) -> list[JsonObject]:
-    """The groups of `update` and `draw`, None = of all; raises UserError if no such group is kept."""
+def select_groups(
+    records: Sequence[JsonObject], update: int | None, draw: int | None, source: str | None = None
+) -> list[JsonObject]:
+    """The groups of `update`, `draw` and `source`, None = of all; raises UserError if no such group is kept."""
     updates = [record['update'] for record in records]
     if update is not None and update not in updates:
         raise UserError(
             f'--step={update}: no answers of it are kept; of updates {min(updates)} to {max(updates)} some are'
         )
     found = [record for record in records if update is None or record['update'] == update]
+    if source is not None:
+        sources = sorted({record['source'] for record in found if 'source' in record})
+        found = [record for record in found if record.get('source') == source]
+        if not found:
+            kept = f'of {", ".join(sources)} some are' if sources else 'the run has no sources'
+            raise UserError(f'--source={source}: no answers of it are kept{suggest(source, sources)}; {kept}')
     if draw is not None:
         draws = [record['draw'] for record in found]
         found = [record for record in found if record['draw'] == draw]
@@ -139,13 +149,17 @@ def sort_answers(groups: Sequence[JsonObject], order: str) -> list[GivenAnswer]:
 
 def render_table(answers: Sequence[GivenAnswer], width: int) -> str:
     """Renders one line per answer."""
-    return '\n'.join([_HEAD, *(_render_line(one, width) for one in answers)])
+    longest = max((len(one.group.get('source', '')) for one in answers), default=0)
+    column = max(longest, len(_SOURCE)) if longest else 0  # 0: the run has one task
+    head = _HEAD.replace(' answer', f' {_SOURCE:<{column}} answer', 1) if column else _HEAD
+    return '\n'.join([head, *(_render_line(one, width, column) for one in answers)])
 
 
-def _render_line(one: GivenAnswer, width: int) -> str:
+def _render_line(one: GivenAnswer, width: int, column: int) -> str:
     group, answer = one
+    source = f'{group.get("source", ""):<{column}} ' if column else ''
     line = (
-        f'{group["update"]:>6} {group["draw"]:>6} {name_of(answer):>6} {show_number(answer["reward"]):>7} '
+        f'{group["update"]:>6} {group["draw"]:>6} {source}{name_of(answer):>6} {show_number(answer["reward"]):>7} '
         f'{show_number(one.advantage):>7} {"-" if one.age is None else one.age:>4} {one.length:>6}  '
         f'{verdict_of(answer):<14} '
     )
@@ -156,7 +170,7 @@ def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -
     """Renders the prompt, the problem as the verifier got it, and the answers in full."""
     fate = '' if group['trained'] else ', not trained' if group['update'] else ''
     update = f'update {group["update"]}, ' if group['update'] else ''
-    lines = [f'{update}draw {group["draw"]} of {group.get("task") or "the task"}{fate}', '', 'prompt']
+    lines = [f'{update}draw {group["draw"]} of {_name_task(group)}{fate}', '', 'prompt']
     lines += _indent(group['prompt']['text'], width)
     if group.get('problem'):
         lines += ['', 'problem']
@@ -171,14 +185,20 @@ def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -
     return '\n'.join(lines)
 
 
+def _name_task(group: JsonObject) -> str:
+    """'token_reversal'; 'short (token_reversal)' for a source of a mixture."""
+    task = str(group.get('task') or 'the task')
+    return f'{group["source"]} ({task})' if 'source' in group else task
+
+
 def render_versions(group: JsonObject, answer: JsonObject, width: int) -> str:
     """Renders the answer in spans of policy versions, with mean log-probs of the behavior and the trained policy."""
     lines = [_title(GivenAnswer(group, answer))]
-    if 'versions' not in answer:
+    if 'versions' not in answer or 'characters' not in answer:
         return '\n'.join([*lines, *_indent(answer['text'], width)])
-    start = 0
-    place = 0
-    for (count, version), age, end in zip(answer['versions'], answer['ages'], answer['ends'], strict=True):
+    start = place = 0
+    for (count, version), age in zip(answer['versions'], answer['ages'], strict=True):
+        end = start + sum(answer['characters'][place : place + count])
         says = 'not generated' if version == NOT_GENERATED else f'version {version}, age {age}'
         means = [
             f'{name.removesuffix("_logprobs")} {show_number(_mean(answer[name][place : place + count]))}'

@@ -25,16 +25,16 @@ from areal_jax.files import JsonObject
 from areal_jax.telemetry.metrics import plain, read_json_lines, require_fields, rewrite_json_lines
 from areal_jax.types import NOT_GENERATED, TokenArrays, Trajectory, TrajectoryGroup
 
-Decode = Callable[[np.ndarray], str]
+Split = Callable[[np.ndarray], list[str]]  # Tokenizer.split: the piece of the text that each token adds
 _CONSTANT = ('ratio', 'weight')  # often equal for all tokens: then one number is written
 _BY_TOKEN = (
-    'tokens', 'versions', 'ages', 'ends', 'behavior_logprobs', 'policy_logprobs', 'proximal_logprobs', 'ratio',
+    'tokens', 'characters', 'versions', 'ages', 'behavior_logprobs', 'policy_logprobs', 'proximal_logprobs', 'ratio',
     'weight', 'clip', 'loss_mask', 'closed',
 )  # fmt: skip
 _CLIPPED = {0: '.', 1: '+', -1: '-'}
 
 
-def describe_group(update: int, group: TrajectoryGroup, tokens: Sequence[TokenArrays], decode: Decode) -> JsonObject:
+def describe_group(update: int, group: TrajectoryGroup, tokens: Sequence[TokenArrays], split: Split) -> JsonObject:
     """The record of a group that update number `update` took.
 
     Args:
@@ -43,15 +43,16 @@ def describe_group(update: int, group: TrajectoryGroup, tokens: Sequence[TokenAr
     known = tokens or [{}] * len(group.trajectories)
     prompt = group.trajectories[0].prompt
     answers = [
-        _describe_answer(update, trajectory, arrays, prompt.tokens, decode)
+        _describe_answer(update, trajectory, arrays, prompt.tokens, split)
         for trajectory, arrays in zip(group.trajectories, known, strict=True)
     ]
     return {
         'update': update,
         'draw': group.draw,
         'task': prompt.task,
+        **({'source': prompt.source} if prompt.source else {}),
         'trained': bool(tokens),
-        'prompt': _describe_prompt(prompt.tokens, decode),
+        'prompt': _describe_prompt(prompt.tokens, split),
         'problem': plain(prompt.problem),
         'answers': answers,
     }
@@ -77,16 +78,18 @@ def write_record(record: JsonObject, most_bytes: int) -> str:
     return json.dumps(rest, separators=(',', ':'))
 
 
-def _describe_prompt(tokens: np.ndarray, decode: Decode) -> JsonObject:
-    return {'text': decode(tokens), 'tokens': tokens.tolist()}
+def _describe_prompt(tokens: np.ndarray, split: Split) -> JsonObject:
+    return {**_describe_text(tokens, split), 'tokens': tokens.tolist()}
 
 
-def _describe_answer(
-    update: int, row: Trajectory, arrays: TokenArrays, shared: np.ndarray, decode: Decode
-) -> JsonObject:
+def _describe_text(tokens: np.ndarray, split: Split) -> JsonObject:
+    pieces = split(tokens)
+    return {'text': ''.join(pieces), 'characters': [len(piece) for piece in pieces]}
+
+
+def _describe_answer(update: int, row: Trajectory, arrays: TokenArrays, shared: np.ndarray, split: Split) -> JsonObject:
     generated = row.loss_mask[len(row.prompt.tokens) :]
-    own = {} if np.array_equal(row.prompt.tokens, shared) else {'prompt': _describe_prompt(row.prompt.tokens, decode)}
-    text = decode(row.answer_tokens)
+    own = {} if np.array_equal(row.prompt.tokens, shared) else {'prompt': _describe_prompt(row.prompt.tokens, split)}
     return {
         'sample': row.sample,
         'row': row.row,
@@ -95,14 +98,14 @@ def _describe_answer(
         'finish': row.finish_reason,
         'advantage': _join_equal(arrays['advantages']) if arrays and row.engine else None,
         **own,
-        'text': text,
+        **_describe_text(row.answer_tokens, split),
         'tokens': row.answer_tokens.tolist(),
-        **(_describe_sampling(update, row, text, decode) if row.engine else {}),
+        **(_describe_sampling(update, row) if row.engine else {}),
         **_describe_tokens(arrays, generated),
     }
 
 
-def _describe_sampling(update: int, row: Trajectory, text: str, decode: Decode) -> JsonObject:
+def _describe_sampling(update: int, row: Trajectory) -> JsonObject:
     """The fields on an answer's generation: engine, times, versions, ages and behavior log-probs."""
     start = len(row.prompt.tokens)
     generated = row.loss_mask[start:]
@@ -114,20 +117,8 @@ def _describe_sampling(update: int, row: Trajectory, text: str, decode: Decode) 
         'consumed_s': plain(row.consumed_s),
         'versions': [[count, version] for version, count in spans],
         'ages': [None if version == NOT_GENERATED else update - 1 - version for version, _ in spans],
-        'ends': _find_ends(row.answer_tokens, [count for _, count in spans], text, decode),
         'behavior_logprobs': _align(_shorten(row.behavior_logprobs[start:][generated]), generated),
     }
-
-
-def _find_ends(tokens: np.ndarray, counts: Sequence[int], text: str, decode: Decode) -> list[int]:
-    """The end of each span in the text; a character that is only partly decoded belongs to the next span."""
-    ends = [_count_shared(decode(tokens[:end]), text) for end in itertools.accumulate(counts[:-1])]
-    return [*ends, len(text)]
-
-
-def _count_shared(one: str, other: str) -> int:
-    """The length of the common prefix."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _describe_tokens(arrays: TokenArrays, generated: np.ndarray) -> JsonObject:
@@ -197,13 +188,13 @@ class RolloutWriter:
 
     Args:
       workdir: the run's.
-      decode: turns token ids into text.
+      split: turns token ids into text, in one piece per token.
       kept: `telemetry.rollouts`, groups per update or 'all'.
       most_bytes: bound of all files together.
     """
 
-    def __init__(self, workdir: pathlib.Path, decode: Decode, kept: str, most_bytes: int = MOST_BYTES):
-        self._directory, self._decode = workdir / DIRECTORY, decode
+    def __init__(self, workdir: pathlib.Path, split: Split, kept: str, most_bytes: int = MOST_BYTES):
+        self._directory, self._split = workdir / DIRECTORY, split
         self._kept = math.inf if kept == ALL else int(kept)
         self._most_bytes, self._file_bytes = most_bytes, max(1, most_bytes // _FILES)
         self._sizes: dict[pathlib.Path, int] = {}  # of the files, in order
@@ -268,7 +259,7 @@ class RolloutWriter:
 
     def _write_batch(self, batch: _Batch) -> None:
         for group, tokens in zip(batch['groups'], batch['tokens'], strict=True):
-            record = describe_group(batch['update'], group, tokens, self._decode)
+            record = describe_group(batch['update'], group, tokens, self._split)
             self._write_line(write_record(record, self._file_bytes - 1))
             self._facts['groups'] += 1
 

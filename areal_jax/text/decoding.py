@@ -51,6 +51,18 @@ class TokenBytes:
         """The text of consecutive tokens, of which the first one begins it."""
         return self.read(b''.join(self.spell_all(tokens)))
 
+    def split(self, tokens: Iterable[int]) -> list[str]:
+        """The characters that each of consecutive tokens completes; joined they are the text that `decode` gives.
+
+        A character whose bytes are in several tokens is in the entry of the last one. What the text lacks to complete a
+        character is in the entry of the last token.
+        """
+        spelled = self.spell_all(tokens)
+        reader = codecs.getincrementaldecoder('utf-8')('surrogateescape' if self.each_byte else 'replace')
+        last = len(spelled) - 1
+        parts = [reader.decode(content, index == last) for index, content in enumerate(spelled)]
+        return [part.translate(_ESCAPES) for part in parts] if self.each_byte else parts
+
     def text_of(self, token: int) -> str:
         """The text of a token that follows others, for lists of tokens."""
         return self.read(self.behind(token) or b'')

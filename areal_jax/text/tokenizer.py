@@ -95,8 +95,16 @@ class Tokenizer(abc.ABC):
 
         Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
         """
+        return self.token_bytes.decode(self._without_end(tokens))
+
+    def split(self, tokens: np.ndarray) -> list[str]:
+        """The text of `decode`, in one piece per token (TokenBytes.split); '' for an end that `decode` leaves out."""
+        ids = self._without_end(tokens)
+        return self.token_bytes.split(ids) + [''] * (len(tokens) - len(ids))
+
+    def _without_end(self, tokens: np.ndarray) -> list[int]:
         ids = [int(token) for token in tokens]
-        return self.token_bytes.decode(ids[:-1] if ids and ids[-1] in self.end_ids else ids)
+        return ids[:-1] if ids and ids[-1] in self.end_ids else ids
 
     @property
     @abc.abstractmethod

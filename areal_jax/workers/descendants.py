@@ -13,15 +13,19 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from areal_jax.errors import UserError
-from areal_jax.installation import find_clone
+from areal_jax.installation import find_clone, strip_python_path
+
+_VERSIONS_S = 60.0  # for an interpreter on a slow file system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +46,41 @@ class Interpreter:
     made: str
     script: str
 
-    def find(self, beside: pathlib.Path | None = None) -> str:
-        """Returns its path; raises UserError if it does not exist, or is in the folder to be avoided."""
+    def find(self, beside: pathlib.Path | None = None, options: str = '') -> str:
+        """Returns its path; raises UserError if it does not exist, or is in the folder to be avoided.
+
+        Args:
+          options: of the script, for the message.
+        """
         clone, named = find_clone(), os.environ.get(self.variable)
         python = named or (None if clone is None else str(clone / self.made))
         if python is not None and pathlib.Path(python).is_file() and pathlib.Path(python).parent != beside:
             return python
         found = '' if python is None else f', and {python} is none'
-        if clone is None:
-            fix = f'install {self.title} into an environment of its own, and name its interpreter in {self.variable}'
-        else:
-            fix = f'make one with `bash {self.script}`, or name one in {self.variable}'
+        fix = self.describe_fix(options)
         raise UserError(f'{self.needed_by} needs an interpreter that has {self.title}{found}: {fix}')
+
+    def describe_fix(self, options: str = '') -> str:
+        """Returns how to get another one."""
+        if find_clone() is None:
+            return f'install {self.title} into an environment of its own, and name its interpreter in {self.variable}'
+        return f'make one with `bash {self.script}{options}`, or name one in {self.variable}'
+
+
+def read_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of packages by name, as the interpreter has them; {} if it does not run."""
+    code = (
+        'import importlib.metadata as m, json, sys\n'
+        'found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}\n'
+        'print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))'
+    )
+    environment = {**os.environ, 'PYTHONPATH': strip_python_path()}
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [python, '-c', code, *packages], env=environment, capture_output=True, timeout=_VERSIONS_S, check=True
+        )
+        return dict(json.loads(done.stdout))
+    return {}
 
 
 MARK = 'AREAL_JAX_WORKER'  # environment variable: which worker a process descends from

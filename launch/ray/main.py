@@ -17,11 +17,12 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import build_python_path, describe_install
 
-from ..accelerators import define_accelerators
+from ..accelerators import GPU, define_accelerators
 from ..cluster_run import (
     define_flags,
     define_shared,
     locate_run,
+    require_environments,
     require_own_addresses,
     require_shared,
     require_unused,
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if importlib.util.find_spec('ray') is None:
         raise ConfigError(f'launch.ray needs the package ray, which is not installed: {describe_install("ray")}')
     require_unused(run, values.resume)
+    require_environments(run, GPU in (values.accelerator, values.engine_accelerator), values.environment)
     return _place_and_supervise(groups, run.workdir, values)
 
 

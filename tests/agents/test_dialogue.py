@@ -19,6 +19,7 @@ from areal_jax.agents.dialogue import (
     NotationParser,
     TokenizerFormat,
     ToolFailedError,
+    fits_definition,
 )
 from areal_jax.checkpoint.store import _decode_episode, _encode_episode
 from areal_jax.control.clocks.virtual import VirtualClock
@@ -114,6 +115,40 @@ def test_what_a_tool_gives_or_raises_is_read_by_the_model(tool, text):
     run = Run(lambda prompt, dialogue: with_tool(prompt, dialogue, work), ids_of('T'), ids_of('b'))
     assert run.rows[0][1] == ToyFormat().extend([result(text)], TOOLS, closed_by=CLOSE).tolist()
     assert run.ends == ('stop', 'stop')
+
+
+@pytest.mark.parametrize('tool', ['fine', 'error: no', ValueError('bad'), ToolFailedError('gone')])
+def test_calls_and_errors_are_counted_by_tool_and_only_once_by_a_resumed_run(tool):
+    async def work():
+        if isinstance(tool, Exception):
+            raise tool
+        return tool
+
+    asks = lambda prompt, dialogue: with_tool(prompt, dialogue, work)
+    first = Run(asks, ids_of('T'), ids_of('b'))
+    counts = {'tool_calls': 1, 'called/add': 1, 'well_formed/add': 1}
+    assert first.episode.counts == counts | ({} if tool == 'fine' else {'errors/add': 1})
+    if first.episode.label == 'stop':
+        assert Run(asks, episode=saved(first.episode)).episode.counts == first.episode.counts
+
+
+def test_a_call_of_a_tool_that_was_not_offered_has_no_count_of_its_own():
+    async def agent(prompt, dialogue):
+        await dialogue.chat([user('q')], ({'type': 'function', 'function': {'name': 'other'}},))
+
+    assert Run(agent, ids_of('T')).episode.counts == {'tool_calls': 1}
+
+
+@pytest.mark.parametrize(('arguments', 'fits'), [
+    ('{"a": 1}', True), ('{"a": 1, "b": "x"}', True), ('{"a": 1.5}', False), ('{"a": true}', False),
+    ('{"a": "1"}', False), ('{}', False), ('{"a": 1, "c": 2}', False), ('{"a": 1, "b": null}', False),
+    ('[1]', False), ('{"a"', False), (None, False),
+])  # fmt: skip
+def test_arguments_fit_a_definition(arguments, fits):
+    properties = {'a': {'type': 'integer'}, 'b': {'type': 'string'}}
+    function = {'name': 'f', 'parameters': {'type': 'object', 'properties': properties, 'required': ['a']}}
+    assert fits_definition(arguments, function) == fits
+    assert fits_definition('{"x": 1}', {'name': 'f'})
 
 
 def test_an_environment_that_fails_ends_the_episode_without_an_answer():

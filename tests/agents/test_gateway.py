@@ -199,7 +199,7 @@ def test_a_tool_is_called_and_its_result_continues_the_row():
         await client.chat(user('q'), called, result('3', call['id']), tools=TOOLS)
 
     run = Run(program, ids_of('T'), ids_of('b'))
-    assert (len(run.rows), run.episode.counts) == (1, {'tool_calls': 1})
+    assert (len(run.rows), run.episode.counts) == (1, {'tool_calls': 1, 'called/add': 1, 'well_formed/add': 1})
 
 
 def test_what_a_client_asks_otherwise_is_overridden_and_counted():
@@ -225,7 +225,8 @@ def test_a_call_that_is_required_is_a_wish_or_refused(required):
 
     run = Run(program, ids_of('T'), required=required)
     assert run.ends == (('stop', 'stop') if required == 'wish' else ('agent_error', None))
-    assert run.episode.counts == ({'tool_calls': 1} if required == 'wish' else {'malformed': 1})
+    called = {'tool_calls': 1, 'called/add': 1, 'well_formed/add': 1}
+    assert run.episode.counts == (called if required == 'wish' else {'malformed': 1})
 
 
 def test_a_wish_is_read_by_the_model_and_the_row_goes_on_without_it_in_the_history():

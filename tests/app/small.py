@@ -42,6 +42,7 @@ def small_config(**fields):
     config.telemetry.progress = False
     config.telemetry.tensorboard = False
     config.telemetry.plots = False
+    config.task.sources = fields.pop('task__sources', {})
     config.update_from_flattened_dict({name.replace('__', '.'): value for name, value in fields.items()})
     return config
 

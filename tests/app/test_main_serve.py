@@ -67,10 +67,11 @@ def tiny_config():
     return load_config(str(ROOT / CONFIG))
 
 
-def publish(directory, family='llama'):
-    """Version 3 of the tiny model's weights as a run publishes it."""
+def publish(directory, family='llama', **fields):
+    """Version 3 of the tiny model's weights as a run publishes it; `fields` of the config by their path."""
     config = tiny_config()
     config.model.family = family
+    config.update_from_flattened_dict(fields)
     decoder = describe_model(TrackedConfig(config)).decoder
     params = decoder.init(5, scale=1.0)
     published = FilesChannel(directory, decoder.config, verify=True).transfer(3, params)

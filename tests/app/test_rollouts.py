@@ -27,18 +27,18 @@ def kept(tmp_path_factory) -> SmallRun:
     return SmallRun(directory, **FIELDS).train()
 
 
-def require_equal(records, batches, decode):
+def require_equal(records, batches, tokenizer):
     """The records are those groups, with every number by token in its place."""
     trained = {group.draw: group for batch in batches for group in batch}
     assert [record['draw'] for record in records] == [draw for b in batches for draw in sorted(g.draw for g in b)]
     for record in records:
         group = trained[record['draw']]
         shared = group.trajectories[0].prompt
-        assert record['prompt'] == {'tokens': shared.tokens.tolist(), 'text': decode(shared.tokens)}
+        assert record['prompt'] == describe_text(shared.tokens, tokenizer)
         assert record['problem'] == shared.problem
         for answer, row in zip(record['answers'], group.trajectories, strict=True):
             own = answer.get('prompt', record['prompt'])
-            assert own == {'tokens': row.prompt.tokens.tolist(), 'text': decode(row.prompt.tokens)}
+            assert own == describe_text(row.prompt.tokens, tokenizer)
             start = len(row.prompt.tokens)
             generated = row.loss_mask[start:]
             versions = [version for count, version in answer['versions'] for _ in range(count)]
@@ -47,7 +47,9 @@ def require_equal(records, batches, decode):
             behavior = np.array(answer['behavior_logprobs'], np.float32)  # null is NaN
             np.testing.assert_array_equal(np.isnan(behavior), ~generated)
             np.testing.assert_array_equal(behavior[generated], row.behavior_logprobs[start:][generated])
-            assert (answer['text'], answer['reward']) == (decode(row.answer_tokens), row.reward)
+            text = describe_text(row.answer_tokens, tokenizer)
+            assert {name: answer[name] for name in text} == text
+            assert answer['reward'] == row.reward
             assert (answer['sample'], answer['row'], answer['label']) == (row.sample, row.row, row.label)
             ages = [None if version < 0 else record['update'] - 1 - version for _, version in answer['versions']]
             assert answer['ages'] == ages
@@ -55,9 +57,17 @@ def require_equal(records, batches, decode):
                 assert [mark in '01' for mark in answer['loss_mask']] == generated.tolist()
 
 
+def describe_text(tokens, tokenizer):
+    """What a record has of tokens; a token of this vocabulary is one character, the EOS at the end has none."""
+    text = tokenizer.decode(tokens)
+    assert len(text) in (len(tokens), len(tokens) - 1)
+    characters = [1] * len(text) + [0] * (len(tokens) - len(text))
+    return {'tokens': tokens.tolist(), 'text': text, 'characters': characters}
+
+
 def test_the_answers_are_those_that_were_trained(kept: SmallRun):
     records = read_rollouts(kept.workdir)
-    require_equal(records, kept.batches, kept.session.program.parts.host.model.tokenizer.decode)
+    require_equal(records, kept.batches, kept.session.program.parts.host.model.tokenizer)
     answers = [answer for record in records for answer in record['answers']]
     assert len(answers) >= 100
     assert sum(len(answer['versions']) > 1 for answer in answers) > 10

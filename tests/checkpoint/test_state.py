@@ -42,6 +42,7 @@ _prompts = st.builds(
     tokens=hnp.arrays(np.int32, st.integers(0, 4), elements=_INT32),
     task=st.text(max_size=5),
     problem=st.dictionaries(st.text(max_size=5), _JSON, max_size=2),
+    source=st.sampled_from(['', 'gsm8k']),
 )
 _trajectories = st.builds(
     Trajectory,

@@ -1,19 +1,15 @@
-"""Every command has one form of help, quick and without jax, and examples that its own parser takes."""
+"""Every command has one form of help, quick and without jax; test_shown_commands.py parses its examples."""
 
-import argparse
 import os
 import pathlib
 import re
 import resource
-import shlex
 import subprocess
 import sys
 
 import pytest
 
 from areal_jax import __main__ as program
-from areal_jax.app.command_line import parse_command, parse_flags
-from areal_jax.app.evaluate.evaluation_config import adapt_config
 from areal_jax.commands.command import (
     Command,
     Parser,
@@ -25,7 +21,6 @@ from areal_jax.commands.command import (
     list_words,
     render_help,
 )
-from areal_jax.config import validate, validate_scoring
 from areal_jax.config.declarations import FIELDS
 from areal_jax.errors import ExitCode
 
@@ -74,39 +69,6 @@ def test_the_help_has_every_part_and_keeps_the_width(command, width):
     assert [line for line in long if ' ' in line.strip()] == []
     if command.fields:
         assert all(f'{name}={FIELDS[name].default or ""}' in shown or f'{name}=' in shown for name in command.fields)
-
-
-def words_of(line: str, command: Command) -> list[str]:
-    words = [word for word in shlex.split(line) if not re.match(r'[A-Z_]+=', word)]
-    own = shlex.split(command.program)
-    assert words[: len(own)] == own
-    return words[len(own) :]
-
-
-@pytest.mark.parametrize(
-    ('command', 'line'),
-    [(command, line) for command in COMMANDS.values() for _, line in list_examples(command)],
-    ids=[line for command in COMMANDS.values() for _, line in list_examples(command)],
-)
-def test_an_example_parses(command, line, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    if 'completion' in command.program:
-        assert re.search(r'python -m areal_jax completion (bash|zsh|fish)\b', line)
-        return
-    parser, words = command.flags(), words_of(line, command)
-    if isinstance(parser, argparse.ArgumentParser):
-        parser.parse_args(words)
-        return
-    if command.program == 'areal-simulate' and words[0].startswith('--calibrate'):
-        parse_flags([command.program, *words], parser)  # a form without a config
-        return
-    parsed = parse_command([command.program, *words], parser)
-    if command.program == 'areal-eval':
-        adapt_config(parsed.config, None, parsed.overrides)
-    elif command.program == 'areal-score':
-        validate_scoring(parsed.config)
-    elif command.program != 'areal-serve':
-        validate(parsed.config)
 
 
 @pytest.mark.parametrize('words', [['--help'], ['-h'], ['--workdir=w', '--help'], ['--version']])

@@ -91,7 +91,7 @@ def _groups():
     tokens = lambda n: rng.integers(0, 99, n, np.int32)
     groups = []
     for draw in range(3):
-        shared = Prompt(draw, tokens(4 + draw), 'task', {'answer': [draw, None, {'x': 0.1}]})
+        shared = Prompt(draw, tokens(4 + draw), 'task', {'answer': [draw, None, {'x': 0.1}]}, ['', 'a', 'b'][draw])
         trajectories = []
         for sample in range(2 + draw):
             sizes = [3, 1, 5][: sample + 1]

@@ -40,7 +40,7 @@ def build(slots=4, verifier=None, max_failed=32):
         pool=pool, verifier=verifier or LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
         problems=[toy_prompt(draw) for draw in range(5)],
         sampling=SamplingParams(LONGEST, 1.0, 0, 1.0, (STOP,)), samples=3, seed=0,
-        decode=lambda tokens: ' '.join(map(str, tokens)), final_answer=lambda text: text.split()[-1],
+        decode=lambda tokens: ' '.join(map(str, tokens)), final_answer=lambda prompt, text: text.split()[-1],
         max_failed=max_failed,
     )  # fmt: skip
     return evaluator, engine, clock, supervisor

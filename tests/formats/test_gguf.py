@@ -12,8 +12,10 @@ from safetensors.numpy import save_file
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf import GgufError, describe_gguf, find_package_file, load_gguf, read_gguf_header, unpermute
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import FAMILIES, LayerKind, ModelConfig, Rope
+from areal_jax.models.weights import leaf_at
 from areal_jax.text.file_tokenizers import GgufTokenizer
+from tests.models import family_examples
 
 CONFIG = ModelConfig(
     vocab_size=7, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=12, rope_theta=100.0,
@@ -65,17 +67,18 @@ def file_tensors():
     return tensors, params
 
 
-def write(path, tensors, *, architecture='llama', without=(), stored_as='F32', **more):
-    """`stored_as` is the type of the matrices."""
+def write(path, tensors, *, architecture='llama', prefix='llama', without=(), stored_as='F32', **more):
+    """`stored_as` is the type of the matrices, `prefix` of the fields."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
+    own = lambda key: key.replace('llama.', f'{prefix}.')
     for key, value in {**FIELDS, **{key.replace('__', '.'): value for key, value in more.items()}}.items():
         if key not in without:
             add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
-            add(key, value)
+            add(own(key), value)
     for key, value in NUMBERS.items():
-        writer.add_float32(key, value)
+        writer.add_float32(own(key), value)
     writer.add_tokenizer_model('gpt2')
     writer.add_tokenizer_pre('smollm')
     writer.add_token_list(TOKENS)
@@ -177,6 +180,34 @@ def test_a_file_without_output_has_tied_embeddings(tmp_path):
     assert 'head' not in loaded
 
 
+GEMMA = ModelConfig(
+    vocab_size=7, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=12, rope_theta=100.0, rms_eps=0.5,
+    context_tokens=32, family='gemma3_text', kinds=(LayerKind(9, rope=Rope(1e4)),), embedding_factor=4.0,
+    **FAMILIES['gemma3_text'].switches,
+)  # fmt: skip
+
+
+def test_a_gemma_has_its_norms_without_the_one_and_its_queries_as_they_are(tmp_path):
+    # the file says nothing of the layers' kinds: each sixth has no window, of two none
+    params = family_examples.draw(GEMMA)
+    short = {
+        'attention_norm': 'attn_norm', 'attention_out_norm': 'post_attention_norm', 'mlp_norm': 'ffn_norm',
+        'mlp_out_norm': 'post_ffw_norm', 'attention/query_norm': 'attn_q_norm', 'attention/key_norm': 'attn_k_norm',
+        'attention/query/weight': 'attn_q', 'attention/key/weight': 'attn_k', 'attention/value/weight': 'attn_v',
+        'attention/output/weight': 'attn_output', 'mlp/gate/weight': 'ffn_gate', 'mlp/up/weight': 'ffn_up',
+        'mlp/down/weight': 'ffn_down',
+    }  # fmt: skip
+    stored = lambda leaf: np.asarray(leaf.T if leaf.ndim == 2 else leaf + 1, np.float32)
+    tensors = {'token_embd.weight': params['embedding'], 'output_norm.weight': stored(params['final_norm'])}
+    for index, layer in params['layers'].items():
+        tensors |= {f'blk.{index}.{name}.weight': stored(leaf_at(layer, path)) for path, name in short.items()}
+    more = {'llama__attention__sliding_window': 9, 'llama__embedding_length': 16}
+    path = write(tmp_path / 'model.gguf', tensors, architecture='gemma3', prefix='gemma3', **more)
+    config, loaded, _ = load_gguf(path)
+    assert config == GEMMA
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), loaded, params)
+
+
 def test_rows_by_hand():
     # two heads of size 4: the file has pairs (a0 b0) (a1 b1), the decoder halves (a0 a1) (b0 b1)
     file = np.array([[10], [20], [11], [21], [30], [40], [31], [41]])
@@ -186,7 +217,7 @@ def test_rows_by_hand():
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'architecture': 'qwen2'}, "general.architecture is 'qwen2'; only llama"),
+        ({'architecture': 'qwen2'}, "general.architecture is 'qwen2'; only llama and gemma3 are"),
         ({'without': ('llama.block_count',)}, 'no field llama.block_count'),
         ({'without': ('tokenizer.ggml.eos_token_id',)}, 'no field tokenizer.ggml.eos_token_id'),
         ({'llama__rope__scaling__type': 'yarn'}, "with scaling 'yarn'; only whole heads"),

@@ -10,8 +10,9 @@ import pytest
 
 from areal_jax.formats.hf_directory import WeightsError, from_hf_names, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.models.weights import Lora
+from tests.models import family_examples
 
 TIED = ModelConfig(
     vocab_size=11, d_model=6, n_layers=11, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=500.0
@@ -25,7 +26,8 @@ FAMILIES = [
     TIED,
     dataclasses.replace(TIED, family='qwen2', qkv_bias=True),
     dataclasses.replace(TIED, family='qwen3', qk_norm=True),
-    dataclasses.replace(TIED, family='mistral', sliding_window=3),
+    dataclasses.replace(TIED, family='mistral', kinds=(LayerKind(3),)),
+    *family_examples.CONFIGS.values(),
 ]
 
 
@@ -98,5 +100,5 @@ def test_every_leaf_of_every_family_has_a_name():
     for config in FAMILIES:
         named = to_hf_names(numpy_params(config), config)
         assert len(named) == len(jax.tree.leaves(Decoder(config).abstract()))
-        assert ('model.layers.0.self_attn.q_norm.weight' in named) == (config.family == 'qwen3')
-        assert ('model.layers.0.self_attn.k_proj.bias' in named) == (config.family == 'qwen2')
+        assert ('model.layers.0.self_attn.q_norm.weight' in named) == (config.qk_norm or config.whole_qk_norm)
+        assert ('model.layers.0.self_attn.k_proj.bias' in named) == config.qkv_bias

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.formats.hf_config import HfError, hf_config, read_hf_config
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Llama3Scaling, ModelConfig
+from areal_jax.models.families import LayerKind, Llama3Scaling, ModelConfig, Rope
 
 # the files of the published models, without what says nothing of the shape
 QWEN_1_5B = {
@@ -71,11 +71,11 @@ SHAPES = {
     'llama_bias': dataclasses.replace(SHAPE, qkv_bias=True, output_bias=True),
     'qwen2': dataclasses.replace(SHAPE, family='qwen2', qkv_bias=True),
     'qwen2_window': dataclasses.replace(
-        SHAPE, family='qwen2', qkv_bias=True, sliding_window=7, first_window_layer=1, tie_embeddings=False
+        SHAPE, family='qwen2', qkv_bias=True, kinds=(LayerKind(), LayerKind(7), LayerKind(7)), tie_embeddings=False
     ),
     'qwen3': dataclasses.replace(SHAPE, family='qwen3', qk_norm=True),
     'qwen3_bias': dataclasses.replace(SHAPE, family='qwen3', qk_norm=True, qkv_bias=True, output_bias=True),
-    'mistral': dataclasses.replace(SHAPE, family='mistral', sliding_window=7),
+    'mistral': dataclasses.replace(SHAPE, family='mistral', kinds=(LayerKind(7),)),
     'mistral_full': dataclasses.replace(SHAPE, family='mistral', context_tokens=99),
 }
 
@@ -134,7 +134,7 @@ def test_published_sizes(tmp_path, fields, layer, rest, total):
 
 def test_windows_of_published_files_are_off(tmp_path):
     # sliding_window is a number there, use_sliding_window false
-    assert read(tmp_path, QWEN_1_5B).sliding_window is None
+    assert read(tmp_path, QWEN_1_5B).windows == {None}
 
 
 @pytest.mark.parametrize('name', SHAPES)
@@ -148,10 +148,10 @@ def test_a_shape_comes_back_from_its_file(tmp_path, name):
 
 def test_defaults_of_the_families(tmp_path):
     config = read(tmp_path, MISTRAL)  # 8 key heads, head_dim 32 / 16, a window of 4096
-    assert (config.n_kv_heads, config.head_dim, config.sliding_window) == (8, 2, 4096)
+    assert (config.n_kv_heads, config.head_dim, config.windows) == (8, 2, {4096})
     assert (config.rope_theta, config.rms_eps, config.tie_embeddings) == (10000.0, 1e-6, False)
     config = read(tmp_path, MISTRAL | {'sliding_window': None, 'num_key_value_heads': None})
-    assert (config.n_kv_heads, config.sliding_window) == (16, None)
+    assert (config.n_kv_heads, config.windows) == (16, {None})
     llama = {**MISTRAL, 'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}
     assert read(tmp_path, llama).n_kv_heads == 16
     qwen3 = read(tmp_path, {**QWEN3_0_6B, 'head_dim': None})
@@ -167,8 +167,8 @@ def test_layer_types_say_where_windows_begin(tmp_path):
     assert [config.window(layer) for layer in range(3)] == [None, 9, 9]
     config = read(tmp_path, windowed | {'max_window_layers': 1, 'layer_types': [full, full, sliding]})
     assert [config.window(layer) for layer in range(3)] == [None, None, 9]
-    assert read(tmp_path, windowed | {'layer_types': [full] * 3}).sliding_window is None
-    assert read(tmp_path, windowed | {'max_window_layers': 3}).sliding_window is None
+    assert read(tmp_path, windowed | {'layer_types': [full] * 3}).windows == {None}
+    assert read(tmp_path, windowed | {'max_window_layers': 3}).windows == {None}
     assert read(tmp_path, MISTRAL | {'layer_types': [sliding] * 3}).window(0) == 4096
 
 
@@ -186,8 +186,15 @@ def test_layer_types_say_where_windows_begin(tmp_path):
         ({'partial_rotary_factor': 0.5}, r'partial_rotary_factor=0.5'),
         ({'pretraining_tp': 2}, r'pretraining_tp=2'),
         ({'quantization_config': {'bits': 4}}, r"quantization_config=\{'bits': 4\}"),
-        ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, r"rope_scaling\.rope_type='yarn' .*'default', 'llama3'"),
-        ({'rope_parameters': {'rope_type': 'longrope'}}, r"rope_parameters\.rope_type='longrope'"),
+        (
+            {'rope_scaling': {'type': 'ntk', 'factor': 4.0}},
+            r"rope_scaling\.rope_type='ntk' .*'default', 'linear', 'llama3', 'yarn'",
+        ),
+        (
+            {'rope_parameters': {'rope_type': 'longrope'}},
+            r"rope_parameters\.rope_type='longrope' needs rotary frequencies that depend on the length reached",
+        ),
+        ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, r"rope_scaling\.rope_type='dynamic' needs rotary freq"),
         ({'rope_parameters': {'partial_rotary_factor': 0.5}}, r'rope_parameters\.partial_rotary_factor=0\.5'),
         ({'rope_parameters': {'full_attention': {}}}, r'rope_parameters=.* one object for all layers'),
         ({'rope_scaling': {'type': 'llama3', 'factor': 8.0}}, r'rope_scaling\.low_freq_factor=None must be a number'),
@@ -277,10 +284,14 @@ def test_a_file_that_is_none_is_named(tmp_path):
     [
         ('llama', {'qk_norm': True}, "qk_norm=True cannot be written for family='llama'"),
         ('llama', {'qkv_bias': True}, 'output_bias=False cannot'),
-        ('llama', {'sliding_window': 4}, 'sliding_window=4 cannot'),
+        ('llama', {'kinds': (LayerKind(4),)}, r'windows of \[4\] tokens cannot'),
         ('qwen2', {'qkv_bias': False}, 'qkv_bias=False cannot'),
         ('qwen3', {'qk_norm': False}, 'qk_norm=False cannot'),
-        ('mistral', {'first_window_layer': 1}, 'first_window_layer=1 cannot'),
+        ('mistral', {'kinds': (LayerKind(), *[LayerKind(7)] * 2)}, r'windows=\[None, 7, 7\] cannot'),
+        ('qwen2', {'kinds': (LayerKind(7), *[LayerKind()] * 2)}, r'windows=\[7, None, None\] cannot'),
+        ('llama', {'kinds': (LayerKind(rotates=False),)}, 'a layer without rotary positions cannot'),
+        ('mistral', {'kinds': (LayerKind(7, rope=Rope(1e4)),)}, 'another rope for window layers cannot'),
+        ('llama', {'logit_cap': 30.0}, 'logit_cap=30.0 cannot'),
     ],
 )
 def test_a_shape_outside_its_family_is_not_written(name, change, message):

@@ -623,3 +623,11 @@ def test_one_address_for_roles_of_several_nodes_is_refused(fake_ray, tmp_path, m
 )
 def test_one_address_is_taken_where_it_can_be_that_of_all(nodes, flags, fake_ray, tmp_path, monkeypatch):
     assert start_on(nodes, fake_ray, tmp_path, monkeypatch, *flags) == 0
+
+
+def test_the_interpreter_of_the_roles_needs_jax_for_the_gpus_of_the_cluster(fake_ray, tmp_path, monkeypatch):
+    """The interpreter of the tests has none."""
+    python = f'--python={sys.executable}'
+    assert start_on([True], fake_ray, tmp_path, monkeypatch, python) == 0
+    with pytest.raises(UserError, match=re.escape(f'{python} has no jax for GPUs')):
+        start_on([True], fake_ray, tmp_path, monkeypatch, python, *PLANS['gpu'])

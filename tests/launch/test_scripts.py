@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from areal_jax.app.roles import sglang_server, vllm_server
 from tests.launch.test_local import ROOT
 
 
@@ -116,10 +117,52 @@ def test_an_environment_of_uv_gets_the_pip_that_it_lacks(tmp_path):
     assert (tmp_path / '.venv' / 'installed').read_text().startswith('dev ')
 
 
+@pytest.mark.parametrize(('option', 'mark', 'other'), [((), '', ('--gpu',)), (('--gpu',), ' gpu', ())])
 @pytest.mark.parametrize('kind', ENVIRONMENTS)
-def test_an_environment_that_is_made_is_left_alone(tmp_path, kind):
-    (tmp_path / 'installed').write_text(f'{ENVIRONMENTS[kind][1]}\n')
-    assert run(f'launch/{kind}_environment.sh', str(tmp_path)) == (0, '')
+def test_an_environment_that_is_made_is_left_alone_and_not_made_into_one_for_other_devices(
+    tmp_path, kind, option, mark, other
+):
+    (tmp_path / 'installed').write_text(f'{ENVIRONMENTS[kind][1]}{mark}\n')
+    script = f'launch/{kind}_environment.sh'
+    assert run(script, *option, str(tmp_path)) == (0, '')
+    code, said = run(script, *other, str(tmp_path))
+    assert (code, 'for other devices: name a new folder, and its bin/python in AREAL_JAX_' in said) == (2, True), said
+
+
+@pytest.mark.parametrize(('torch', 'code'), [('2.14.1', 0), ('2.14.1+cpu', 2)])
+@pytest.mark.parametrize('kind', ENVIRONMENTS)
+def test_an_environment_for_gpus_takes_the_requirements_of_the_server_and_no_torch_for_cpus(
+    tmp_path, kind, torch, code
+):
+    """The interpreter is a program that notes what pip is asked for and names the version of torch."""
+    path = folder_of_programs(tmp_path, 'bash', 'cat', 'dirname', 'uname', 'mkdir', 'awk', 'tail', 'tee', 'wc')
+    python = f"""#!/bin/bash
+case "$*" in
+  *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *pip*) echo "$@" >>{tmp_path}/asked ;;
+  *torch*) echo {torch} ;;
+esac
+"""
+    for name, prints in (('python3.11', python), ('df', '#!/bin/bash\necho disk 1 1 40000000\n')):
+        (tmp_path / 'bin' / name).write_text(prints)
+        (tmp_path / 'bin' / name).chmod(0o755)
+    (tmp_path / 'bin' / 'cp').symlink_to('/usr/bin/cp')
+    found, said = run(f'launch/{kind}_environment.sh', '--gpu', str(tmp_path / 'new'), PATH=path)
+    version = ENVIRONMENTS[kind][1]
+    assert f'install {kind}=={version} ' in (tmp_path / 'asked').read_text()
+    assert (found, 'is for CPUs: take the index of CPU packages out' in said) == (code, bool(code)), said
+    mark = tmp_path / 'new' / 'installed'
+    assert (mark.read_text() if mark.exists() else '') == ('' if code else f'{version} gpu\n')
+
+
+@pytest.mark.parametrize(
+    'program', [sglang_server.PROGRAM, vllm_server.PROGRAM], ids=lambda program: program.client.name
+)
+def test_the_version_that_a_script_installs_is_the_one_that_a_submission_asks_for(program):
+    script = (ROOT / program.interpreter.script).read_text()
+    assert re.findall(r'^VERSION=(\S+)', script, re.MULTILINE) == [program.version]
+    provenance = (ROOT / 'third_party' / program.client.name / 'README.md').read_text()
+    assert program.version in provenance
 
 
 def test_an_environment_with_jetstream_is_made_where_there_is_nothing_else_and_room(tmp_path):

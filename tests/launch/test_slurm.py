@@ -192,6 +192,29 @@ def test_a_file_is_submitted_and_a_used_workdir_needs_resume(programs, tmp_path,
         slurm.main([*flags, '--resume'])
 
 
+def test_what_the_roles_need_is_checked_before_the_job_is_queued(programs, tmp_path, monkeypatch):
+    programs.add('sbatch', f'touch {tmp_path}/queued; echo 7')
+    programs.add('sinfo', 'echo "main* 9"')
+    programs.add('gpu_python', """echo '{"jax-cuda13-plugin": "0.10.2"}'""")
+    programs.add('cpu_python', 'echo {}')
+    programs.add('sglang_python', """echo '{"sglang": "0.5.0", "torch": "2.14.1"}'""")
+    monkeypatch.setenv('AREAL_JAX_SGLANG_PYTHON', str(programs.folder / 'sglang_python'))
+    flags = [flag for flag in LARGE if 'server' not in flag] + ['--config.rollout.server=sglang']
+    flags = [COMMON[0], COMMON[1], '--local_nodes', f'--workdir={tmp_path}/run', *flags]
+    with pytest.raises(
+        UserError, match=r"cpu_python has no jax for GPUs .*: \S*/cpu_python -m pip install 'jax\[cuda13\]'"
+    ):
+        slurm.main([*flags, f'--python={programs.folder}/cpu_python'])
+    flags += [f'--python={programs.folder}/gpu_python']
+    with pytest.raises(UserError, match=r"^rollout.server='sglang': \S* has 0\.5\.0 of SGLang, and 0\.5\.23 is what"):
+        slurm.main(flags)
+    assert not (tmp_path / 'queued').exists()
+    assert not (tmp_path / 'run').exists()
+    programs.add('sglang_python', """echo '{"sglang": "0.5.23", "torch": "2.14.1"}'""")
+    assert slurm.main(flags) == 0
+    assert (tmp_path / 'queued').exists()
+
+
 class Job:
     """The batch script of a run in this process's own bash, with programs in SLURM's place.
 

@@ -20,6 +20,7 @@ from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.learning.programs import CompiledPrograms, Programs, describe_state, place_state
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import LayerKind
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import make_mesh
 from tests.learning import examples
@@ -123,7 +124,7 @@ def test_packed_equals_one_trajectory_at_a_time(params, unpacked, mode, row_toke
 @pytest.mark.parametrize('attention', ['dense', 'blocked'])
 def test_a_model_with_a_window_sees_no_further_in_packed_rows(attention):
     # 3 positions: most answers no longer see the start of their prompt
-    decoder = Decoder(dataclasses.replace(_DECODER.config, sliding_window=3))
+    decoder = Decoder(dataclasses.replace(_DECODER.config, kinds=(LayerKind(3),)))
     params = decoder.init(seed=1, scale=2.0)
     (batch,), _ = pack(
         _GROUPS, _ADVANTAGES, mode='shared_prompt', fill='first_fit',

@@ -13,14 +13,14 @@ import pytest
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, trajectory
 
 _CONFIG = ModelConfig(
     vocab_size=11, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=100.0,
-    tie_embeddings=False, qkv_bias=True, qk_norm=True, family='qwen2', sliding_window=5,
+    tie_embeddings=False, qkv_bias=True, qk_norm=True, family='qwen2', kinds=(LayerKind(5),),
 )  # fmt: skip
 _PARAMS = jax.tree.map(  # no bias is 0, no norm 1
     lambda x: np.asarray(x + 0.1 * np.cos(np.arange(x.size)).reshape(x.shape), np.float32), Decoder(_CONFIG).init(2)
@@ -50,7 +50,7 @@ def _attention(p, x):
     q, k = _rotate(_norm(heads('query'), p['query_norm'])), _rotate(_norm(heads('key'), p['key_norm']))
     k, v = (jnp.repeat(y, _CONFIG.n_heads // _CONFIG.n_kv_heads, axis=1) for y in (k, heads('value')))
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
-    seen = (distance >= 0) & (distance < _CONFIG.sliding_window)
+    seen = (distance >= 0) & (distance < _CONFIG.window(0))
     scores = jnp.where(seen, jnp.einsum('qhd,khd->hqk', q, k) / _CONFIG.head_dim**0.5, -jnp.inf)
     return jnp.einsum('hqk,khd->qhd', jax.nn.softmax(scores), v).reshape(len(x), -1) @ p['output']['weight']
 

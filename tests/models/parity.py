@@ -87,6 +87,84 @@ CONFIGS = {
         tie_word_embeddings=True, rms_norm_eps=1e-5, rope_theta=10000.0, num_key_value_heads=4,
         pad_token_id=None,  # that of a padding token would have no gradient in torch
     ),
+    # longer contexts by other frequencies
+    'qwen3_yarn': _config(
+        'qwen3', 'Qwen3ForCausalLM', head_dim=16, dtype='float32',
+        rope_parameters={
+            'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16,
+            'beta_fast': 4.0, 'beta_slow': 1.0,
+        },
+    ),
+    'llama_yarn': _config(
+        'llama', 'LlamaForCausalLM', rope_theta=500.0, torch_dtype='float32', rms_norm_eps=1e-5,
+        rope_scaling={
+            'type': 'yarn', 'factor': 8.0, 'original_max_position_embeddings': 16, 'attention_factor': 1.25,
+            'beta_fast': 2.0, 'truncate': False,
+        },
+    ),
+    'llama_linear': _config(
+        'llama', 'LlamaForCausalLM', rope_theta=500.0, torch_dtype='float32',
+        rope_scaling={'type': 'linear', 'factor': 4.0},
+    ),
+    # norms behind attention and MLP alone, windows in three of four layers, another rope for the fourth
+    'olmo3': _config(
+        'olmo3', 'Olmo3ForCausalLM', num_hidden_layers=4, sliding_window=7, dtype='float32', rms_norm_eps=1e-5,
+        pad_token_id=None,
+        rope_parameters={
+            _SLIDING: {'rope_type': 'default', 'rope_theta': 5e5},
+            _FULL: {
+                'rope_type': 'yarn', 'rope_theta': 5e5, 'factor': 8.0, 'original_max_position_embeddings': 16,
+                'beta_fast': 2.0, 'beta_slow': 0.1,
+            },
+        },
+    ),
+    # a layer without rotation, which alone has a window
+    'smollm3': _config(
+        'smollm3', 'SmolLM3ForCausalLM', num_hidden_layers=4, use_sliding_window=True, sliding_window=7,
+        no_rope_layer_interval=4, rope_theta=5e6, torch_dtype='float32', pad_token_id=None,
+    ),
+    'gemma3': _config(
+        'gemma3_text', 'Gemma3ForCausalLM', num_hidden_layers=7, head_dim=12, query_pre_attn_scalar=9, sliding_window=7,
+        hidden_activation='gelu_pytorch_tanh', dtype='float32', pad_token_id=None,
+        rope_parameters={
+            _SLIDING: {'rope_type': 'default', 'rope_theta': 1e4},
+            _FULL: {'rope_type': 'default', 'rope_theta': 1e6},
+        },
+    ),
+    # fields of 2025, and a head of its own
+    'gemma3_capped': _config(
+        'gemma3_text', 'Gemma3ForCausalLM', num_hidden_layers=4, head_dim=12, query_pre_attn_scalar=12,
+        sliding_window=7, sliding_window_pattern=3, hidden_activation='gelu_pytorch_tanh', torch_dtype='float32',
+        pad_token_id=None, rope_theta=1e6, rope_local_base_freq=1e4,
+        rope_scaling={'rope_type': 'linear', 'factor': 8.0},
+        final_logit_softcapping=3.0, tie_word_embeddings=False,
+    ),
+    'gpt_oss': _config(
+        'gpt_oss', 'GptOssForCausalLM', num_hidden_layers=4, head_dim=12, num_local_experts=8, num_experts_per_tok=3,
+        intermediate_size=20, sliding_window=7, swiglu_limit=1.5, dtype='float32', rms_norm_eps=1e-5,
+        rope_parameters={
+            'rope_type': 'yarn', 'rope_theta': 150000.0, 'factor': 32.0, 'beta_fast': 4.0, 'beta_slow': 1.0,
+            'truncate': False, 'original_max_position_embeddings': 16,
+        },
+    ),
+}  # fmt: skip
+EXACT = (
+    'qwen3_window',
+    'qwen3_yarn',
+    'llama_yarn',
+    'llama_linear',
+    'olmo3',
+    'smollm3',
+    'gemma3',
+    'gemma3_capped',
+    'gpt_oss',
+)  # of these the logits are recorded in float64 too
+_BIASED = {'qwen2': ('q', 'k', 'v'), 'gpt_oss': ('q', 'k', 'v', 'o')}  # whatever the file says
+_NORMS = {  # of a layer, beside those of queries and keys
+    'olmo3': ('post_attention_layernorm', 'post_feedforward_layernorm'),
+    'gemma3_text': (
+        'input_layernorm', 'post_attention_layernorm', 'pre_feedforward_layernorm', 'post_feedforward_layernorm',
+    ),
 }  # fmt: skip
 
 
@@ -101,10 +179,14 @@ def weights(name: str) -> dict[str, np.ndarray]:
     random = np.random.default_rng(zlib.crc32(name.encode()) + 1)
     tensors = {}
     for key, shape in shapes(CONFIGS[name]).items():
-        if len(shape) == 2:
-            tensors[key] = random.normal(0, 1.5 / np.sqrt(shape[1]), shape).astype(np.float32)
-        elif key.endswith('bias'):
+        if key.endswith(('bias', 'sinks')):
             tensors[key] = random.normal(0, 0.5, shape).astype(np.float32)
+        elif len(shape) == 2:
+            tensors[key] = random.normal(0, 1.5 / np.sqrt(shape[1]), shape).astype(np.float32)
+        elif len(shape) == 3:  # [E, in, out]
+            tensors[key] = random.normal(0, 1 / np.sqrt(shape[1]), shape).astype(np.float32)
+        elif CONFIGS[name]['model_type'] == 'gemma3_text':  # of 1 + weight
+            tensors[key] = random.uniform(-0.5, 1, shape).astype(np.float32)
         else:
             tensors[key] = random.uniform(0.5, 2, shape).astype(np.float32)
     return tensors
@@ -115,12 +197,12 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     head_dim = config.get('head_dim', d // config['num_attention_heads'])
     q, kv = config['num_attention_heads'] * head_dim, config['num_key_value_heads'] * head_dim
     found = {'model.embed_tokens.weight': (vocabulary, d), 'model.norm.weight': (d,)}
-    if not config.get('tie_word_embeddings'):
+    ties = config['model_type'] in ('smollm3', 'gemma3_text')  # unless the file says otherwise
+    if not config.get('tie_word_embeddings', ties):
         found['lm_head.weight'] = (vocabulary, d)
-    biased = ['q', 'k', 'v'] if config['model_type'] == 'qwen2' else ['q', 'k', 'v', 'o']
-    if config['model_type'] != 'qwen2' and not config.get('attention_bias'):
-        biased = []
-    olmoe = config['model_type'] == 'olmoe'
+    kind = config['model_type']
+    biased = _BIASED.get(kind) or (('q', 'k', 'v', 'o') if config.get('attention_bias') else ())
+    whole = kind in ('olmoe', 'olmo3')
     for layer in range(config['num_hidden_layers']):
         place = f'model.layers.{layer}.'
         for part, (rows, columns) in {'q': (q, d), 'k': (kv, d), 'v': (kv, d), 'o': (d, q)}.items():
@@ -128,15 +210,17 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if part in biased:
                 found[f'{place}self_attn.{part}_proj.bias'] = (rows,)
         for part, width in {'q': q, 'k': kv}.items():
-            if config['model_type'] in ('qwen3', 'qwen3_moe', 'olmoe'):
-                found[f'{place}self_attn.{part}_norm.weight'] = (width if olmoe else head_dim,)
+            if kind in ('qwen3', 'qwen3_moe', 'olmoe', 'olmo3', 'gemma3_text'):
+                found[f'{place}self_attn.{part}_norm.weight'] = (width if whole else head_dim,)
+        if kind == 'gpt_oss':
+            found[f'{place}self_attn.sinks'] = (config['num_attention_heads'],)
         experts = config.get('num_experts') or config.get('num_local_experts')
         if not experts or layer in config.get('mlp_only_layers', []):
             for part, shape in {'gate': (ff, d), 'up': (ff, d), 'down': (d, ff)}.items():
                 found[f'{place}mlp.{part}_proj.weight'] = shape
         else:
-            found |= _expert_shapes(place, config, experts)
-        for norm in ('input_layernorm', 'post_attention_layernorm'):
+            found |= (_fused_shapes if kind == 'gpt_oss' else _expert_shapes)(place, config, experts)
+        for norm in _NORMS.get(kind, ('input_layernorm', 'post_attention_layernorm')):
             found[f'{place}{norm}.weight'] = (d,)
     return found
 
@@ -151,6 +235,18 @@ def _expert_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str
         for name, shape in zip(names, ((width, d), (width, d), (d, width)), strict=True):
             found[f'{module}experts.{expert}.{name}.weight'] = shape
     return found
+
+
+def _fused_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str, tuple[int, ...]]:
+    d, width, module = config['hidden_size'], config['intermediate_size'], f'{place}mlp.'
+    return {
+        f'{module}router.weight': (experts, d),
+        f'{module}router.bias': (experts,),
+        f'{module}experts.gate_up_proj': (experts, d, 2 * width),
+        f'{module}experts.gate_up_proj_bias': (experts, 2 * width),
+        f'{module}experts.down_proj': (experts, width, d),
+        f'{module}experts.down_proj_bias': (experts, d),
+    }
 
 
 def write(directory: pathlib.Path, name: str) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.models.record_parity      (torch==2.13.0, transformers==5.23.0, safetensors)
 
-Of every checkpoint, in float32 on the CPU: the logits of each text alone, and the tokens that follow it greedily.
+Of every checkpoint, in float32 on the CPU: the logits of each text alone, and the tokens that follow it greedily. Of
+those that parity.EXACT names also the logits in float64.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def run(directory: pathlib.Path, texts: list[np.ndarray]) -> tuple[list[np.ndarr
     return [logits(model, text) for text in texts], [greedy(model, text) for text in texts]
 
 
-def load(directory: pathlib.Path) -> Any:
+def load(directory: pathlib.Path, **options: str) -> Any:
     """The model, once transformers has found every tensor it wants and no other."""
     import torch
     import transformers
 
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True
+        directory, dtype=torch.float32, output_loading_info=True, **options
     )
     faults = {key: value for key, value in loading.items() if value}
     if faults:
@@ -40,7 +41,7 @@ def logits(model: Any, text: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        return model(torch.tensor(text[None].astype(np.int64))).logits[0].float().numpy()
+        return model(torch.tensor(text[None].astype(np.int64))).logits[0].numpy()
 
 
 def greedy(model: Any, text: np.ndarray) -> np.ndarray:
@@ -51,8 +52,29 @@ def greedy(model: Any, text: np.ndarray) -> np.ndarray:
     return np.array(tokens[len(text) :], np.int32)
 
 
-def main() -> None:
+def exact_logits(models: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Logits in float64; torch cannot load a model afterwards, because its float32 is float64."""
+    import torch
+
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = lambda x: x.to(torch.float64)
+    torch.set_default_dtype(torch.float64)
     arrays = {}
+    for name, model in models.items():
+        model.to(torch.float64)
+        inner = model.model
+        for key, module in list(inner.named_modules()):
+            if type(module).__name__.endswith('RotaryEmbedding'):  # its frequencies were rounded
+                inner.set_submodule(key, type(module)(model.config))
+        if hasattr(inner.embed_tokens, 'embed_scale'):
+            inner.embed_tokens.embed_scale = torch.tensor(model.config.hidden_size**0.5)
+        for number, text in enumerate(parity.texts(name)):
+            arrays[f'{name}/{number}/exact'] = logits(model, text)
+    return arrays
+
+
+def main() -> None:
+    arrays, exact = {}, {}
     for name in parity.CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             parity.write(pathlib.Path(folder), name)
@@ -60,6 +82,9 @@ def main() -> None:
                 zip(*run(pathlib.Path(folder), parity.texts(name)), strict=True)
             ):
                 arrays[f'{name}/{number}/logits'], arrays[f'{name}/{number}/greedy'] = scores, following
+            if name in parity.EXACT:
+                exact[name] = load(pathlib.Path(folder), attn_implementation='eager', experts_implementation='eager')
+    arrays |= exact_logits(exact)
     parity.RECORDED.parent.mkdir(exist_ok=True)
     np.savez_compressed(parity.RECORDED, **arrays)
 

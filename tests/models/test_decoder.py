@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
-from areal_jax.models.families import Llama3Scaling, ModelConfig
+from areal_jax.models.families import LayerKind, Llama3Scaling, ModelConfig
 from areal_jax.models.weights import TARGETS, Lora, stack_layers, unstack_layers
 from areal_jax.native import compiled_library as library
 from tests.models import reference
@@ -39,11 +39,11 @@ VARIANTS = {
     'output_bias': dataclasses.replace(CONFIG, output_bias=True),
     'qk_norm': dataclasses.replace(CONFIG, qk_norm=True),
     'rope_scaling': dataclasses.replace(CONFIG, rope_scaling=SCALING),
-    'window': dataclasses.replace(CONFIG, sliding_window=3),
-    'windows': dataclasses.replace(CONFIG, sliding_window=2, first_window_layer=1),
+    'window': dataclasses.replace(CONFIG, kinds=(LayerKind(3),)),
+    'windows': dataclasses.replace(CONFIG, kinds=(LayerKind(), LayerKind(2), LayerKind(2))),
     'everything': dataclasses.replace(
-        UNTIED, qkv_bias=True, output_bias=True, qk_norm=True, rope_scaling=SCALING, sliding_window=4, n_layers=3,
-        first_window_layer=2,
+        UNTIED, qkv_bias=True, output_bias=True, qk_norm=True, rope_scaling=SCALING, n_layers=3,
+        kinds=(LayerKind(), LayerKind(), LayerKind(4)),
     ),
 }  # fmt: skip
 TOKENS = np.array([3, 1, 4, 15, 9, 2, 6, 5, 28], np.int32)  # all different
@@ -153,9 +153,7 @@ def test_logits_equal_the_numpy_decoder(name):
         weight, TOKENS, n_layers=config.n_layers, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads,
         theta=config.rope_theta, eps=config.rms_eps, interleaved=False, qkv_bias=config.qkv_bias,
         output_bias=config.output_bias, qk_norm=config.qk_norm, frequencies=frequencies,
-        windows=[
-            config.sliding_window if layer >= config.first_window_layer else None for layer in range(config.n_layers)
-        ],
+        windows=[config.kinds[layer % len(config.kinds)].window for layer in range(config.n_layers)],
     )  # fmt: skip
     logits = logits_of(decoder)(params)
     assert logits.dtype == jnp.float32
@@ -165,10 +163,8 @@ def test_logits_equal_the_numpy_decoder(name):
 def test_no_hidden_state_depends_on_a_later_token_or_one_outside_its_windows():
     # all tokens differ, so row TOKENS[s] of the embedding's gradient is the influence of position s alone.
     # Layers of window w reach w - 1 back each: two of window 3 reach 4; one that sees all reaches everything.
-    for window, first_window_layer, reach in ((None, 0, 9), (3, 0, 4), (3, 1, 9)):
-        config = dataclasses.replace(
-            CONFIG, n_layers=2, sliding_window=window, first_window_layer=first_window_layer
-        )  # fmt: skip
+    for windows, reach in (((None, None), 9), ((3, 3), 4), ((None, 3), 9), ((3, None), 9)):
+        config = dataclasses.replace(CONFIG, n_layers=2, kinds=tuple(map(LayerKind, windows)))
         decoder = Decoder(config)
         params = decoder.init(0)
 
@@ -181,7 +177,7 @@ def test_no_hidden_state_depends_on_a_later_token_or_one_outside_its_windows():
 
 
 def test_every_layer_gets_its_own_entry_of_the_cache_and_its_window():
-    config = dataclasses.replace(CONFIG, sliding_window=5, first_window_layer=2)
+    config = dataclasses.replace(CONFIG, kinds=(LayerKind(2), LayerKind(), LayerKind(5)))
     decoder = Decoder(config)
     windows = []
 
@@ -191,7 +187,7 @@ def test_every_layer_gets_its_own_entry_of_the_cache_and_its_window():
 
     _, cache = decoder.hidden(decoder.init(0), jnp.array([1]), jnp.array([0]), attend, [1, 2, 3])
     assert cache == (10, 20, 30)
-    assert windows == [None, None, 5]
+    assert windows == [2, None, 5]
     with pytest.raises(ValueError, match='cache has 2 entries, the decoder 3 layers'):
         decoder.hidden(decoder.init(0), jnp.array([1]), jnp.array([0]), attend, [1, 2])
 

@@ -15,6 +15,7 @@ import pytest
 
 from areal_jax.models import experts as expert_check
 from areal_jax.models.expert_products import choose_mixer, mix_blocks, mix_native, mix_ragged
+from areal_jax.models.families import ClampedSwiglu
 from areal_jax.native import compiled_library as library
 from tests.native import needs_kernels
 
@@ -238,3 +239,70 @@ def test_the_check_rejects_what_is_wrong(monkeypatch, mix, said):
     assert chosen is mix_blocks
     assert said in fault
     assert 'plain JAX is used' in fault
+
+
+# Clamped experts with biases, as gpt-oss has them.
+
+CLAMPED = ClampedSwiglu(limit=0.8, alpha=1.702)  # a third of the gates and ups are beyond it
+CLAMPED_NAMES = ('y', 'dx', 'd_weights', 'd_gate_up', 'd_gate_up_bias', 'd_down', 'd_down_bias')
+
+
+def make_clamped(case):
+    """(x, experts, weights, gate_up, gate_up_bias, down, down_bias, dy)."""
+    x, experts, weights, gate, up, down, dy = make_inputs(case)
+    rng = np.random.default_rng(1)
+    gate_up = np.stack([gate, up], axis=-1).reshape(case.experts, case.d, -1) * 3
+    of = lambda size: rng.normal(0, 0.5, (case.experts, size)).astype(np.float32)
+    return x * 3, experts, weights, gate_up, of(2 * case.width), down, of(case.d), dy
+
+
+def compute_clamped(x, experts, weights, gate_up, gate_up_bias, down, down_bias, dy):
+    """y and its gradients from the formula, one choice after the other, in float64."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in (x, weights, gate_up, gate_up_bias, down, down_bias, dy)]
+    x, weights, gate_up, gate_up_bias, down, down_bias, dy = leaves
+    y, dx, d_weights, d_gate_up, d_bias, d_down, d_down_bias = map(np.zeros_like, (x, *leaves[:-1]))
+    for t, j in np.argwhere(experts < len(gate_up)):
+        e, w = experts[t, j], weights[t, j]
+        z = x[t] @ gate_up[e] + gate_up_bias[e]
+        gate, up = np.minimum(z[::2], 0.8), np.clip(z[1::2], -0.8, 0.8)
+        sigmoid = 1 / (1 + np.exp(-1.702 * gate))
+        inner = (up + 1) * gate * sigmoid
+        out = inner @ down[e] + down_bias[e]
+        y[t] += w * out
+        d_weights[t, j] = out @ dy[t]
+        back = w * (down[e] @ dy[t])
+        d_z = np.zeros_like(z)
+        d_z[::2] = back * (up + 1) * sigmoid * (1 + 1.702 * gate * (1 - sigmoid)) * (z[::2] < 0.8)
+        d_z[1::2] = back * gate * sigmoid * (np.abs(z[1::2]) < 0.8)
+        dx[t] += gate_up[e] @ d_z
+        d_gate_up[e] += np.outer(x[t], d_z)
+        d_bias[e] += d_z
+        d_down[e] += np.outer(w * inner, dy[t])
+        d_down_bias[e] += w * dy[t]
+    return y, dx, d_weights, d_gate_up, d_bias, d_down, d_down_bias
+
+
+@pytest.mark.parametrize('case', [CASES[0], CASES[2], CASES[3], CASES[5]], ids=str)
+@pytest.mark.parametrize('mix', MIXERS)
+def test_clamped_experts_are_those_of_the_formula(mix, case):
+    x, experts, weights, *leaves, dy = inputs = make_clamped(case)
+
+    @jax.jit
+    def run(x, weights, *leaves):
+        y, pull = jax.vjp(lambda x, w, *rest: mix(x, experts, w, *rest, swiglu=CLAMPED), x, weights, *leaves)
+        return y, *pull(dy)
+
+    found = run(x, weights, *leaves)
+    for name, value, reference in zip(CLAMPED_NAMES, found, compute_clamped(*inputs), strict=True):
+        limit = 3e-6 * np.abs(reference).max()
+        np.testing.assert_allclose(np.asarray(value, np.float64), reference, atol=limit, rtol=0, err_msg=name)
+
+
+def test_a_clamped_expert_by_hand():
+    # gate 8 -> 7, up -9 -> -7: (-7 + 1) * 7 * sigmoid(1.702 * 7) = -42 / (1 + e^-11.914) = -41.99972
+    one = jnp.ones((1, 1, 1))
+    leaves = jnp.array([[[8.0, -9.0]]]), jnp.zeros((1, 2)), one, jnp.full((1, 1), 0.5)
+    y = mix_blocks(
+        jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)), *leaves, swiglu=ClampedSwiglu(7.0, 1.702)
+    )
+    np.testing.assert_allclose(y, [[-41.99972 + 0.5]], rtol=1e-6)

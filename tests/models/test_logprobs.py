@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, sum_blocks, token_collisions, token_logprobs
+from areal_jax.models.logprobs import (
+    cap_logits,
+    logprob_of,
+    rank_tokens,
+    sharded_token_logprobs,
+    sum_blocks,
+    token_collisions,
+    token_logprobs,
+)
 
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
@@ -333,3 +341,36 @@ def test_the_probability_of_equal_draws_over_a_mesh(shape):
     )(*arguments)
     for a, b in zip(found, collisions_by_numpy(*arguments, 1.3), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+# Capped logits.
+
+
+@pytest.mark.parametrize('chunk', [None, 32])
+def test_capped_logits_are_those_of_the_whole_with_gradients(chunk):
+    hidden, head, targets = example(2.0)
+    temperature, cap = np.linspace(0.5, 2.0, N, dtype=np.float32), 3.0  # the logits reach 12
+    a, b = np.random.default_rng(1).normal(size=(2, N))
+
+    def capped(hidden, head):
+        z = cap * jnp.tanh(hidden @ head.T / cap) / temperature[:, None]
+        logp = jax.nn.log_softmax(z)
+        return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=1)
+
+    tiled = lambda hidden, head: token_logprobs(hidden, head, targets, temperature, chunk=chunk, cap=cap)
+    loss = lambda found: jnp.sum(a * found[0]) + jnp.sum(b * found[1])
+    run = lambda compute: (
+        *jax.jit(compute)(hidden, head),
+        *jax.jit(jax.grad(lambda *x: loss(compute(*x)), argnums=(0, 1)))(hidden, head),
+    )
+    for ours, plain in zip(run(tiled), run(capped), strict=True):
+        np.testing.assert_allclose(ours, plain, atol=2e-5)
+    ranked = rank_tokens(hidden, head, targets, temperature, 3, chunk, cap=cap)
+    np.testing.assert_allclose(ranked.logprobs, capped(hidden, head)[0], atol=1e-5)
+    doubled = token_collisions(hidden, head, targets, temperature, chunk=chunk, cap=cap)
+    np.testing.assert_allclose(doubled[0], capped(hidden, head)[0], atol=1e-5)
+
+
+def test_a_cap_by_hand():
+    # 30 tanh(30 / 30) = 30 * 0.76159416
+    np.testing.assert_allclose(cap_logits(jnp.array([0.0, 30.0, -1e9]), 30.0), [0, 22.847825, -30], rtol=1e-6)

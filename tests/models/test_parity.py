@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
+import sys
 import tempfile
 
 import jax
@@ -24,7 +28,12 @@ LENGTH = 48  # tokens of a row: both texts and one of padding
 TOLERANCE = 1e-5  # of the range of the logits
 # the two forms run the same layers; one checkpoint has every option that the loop over them can see
 DECODED = [
-    pytest.param(name, marks=[] if name in ('llama3', 'qwen3_window', 'qwen3_moe_mixed') else [pytest.mark.slow])
+    pytest.param(
+        name,
+        marks=[]
+        if name in ('llama3', 'qwen3_window', 'qwen3_moe_mixed', 'smollm3', 'gemma3_capped', 'gpt_oss')
+        else [pytest.mark.slow],
+    )
     for name in parity.CONFIGS
 ]
 STACKED = [
@@ -55,9 +64,11 @@ def row_logits(name, layers):
 
     @jax.jit
     def run(tokens, positions, segments):
-        def attend(q, k, v, entry, window):
+        def attend(q, k, v, entry, window, **sinks):
             scale = q.shape[-1] ** -0.5
-            out = packed_attention(q, k, v, segments, segments, scale=scale, positions=positions, window=window)
+            out = packed_attention(
+                q, k, v, segments, segments, scale=scale, positions=positions, window=window, **sinks
+            )
             return out, entry
 
         return decoder.logits(params, decoder.hidden(params, tokens, positions, attend)[0])
@@ -102,6 +113,18 @@ def greedy(name, texts):
     return decoding.decode(parity.NEW_TOKENS).tokens.T  # [texts, NEW_TOKENS]
 
 
+def test_in_float64_logits_are_those_of_transformers_to_the_last_digits():
+    # bars of float32 would hide a wrong norm or scale in models as small as these
+    command = [sys.executable, '-m', 'tests.models.exact_side']
+    found = subprocess.run(
+        command, env=os.environ | {'JAX_ENABLE_X64': '1'}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    errors = json.loads(found.stdout)
+    assert errors.keys() == set(parity.EXACT)
+    assert max(errors.values()) <= 1e-11, errors
+
+
 # two programs to compile for each: the quick tests take what decoding could get wrong
 @pytest.mark.parametrize('name', DECODED)
 def test_greedy_continuations_are_those_of_transformers(name):
@@ -123,6 +146,13 @@ def test_the_checkpoints_exercise_the_options():
     assert windows['qwen3_window'] == [None, 5]
     assert windows['mistral'] == [7, 7]
     assert windows['qwen2'] == windows['mistral_full'] == [None] * 2
+    kinds = {name: configs[name].kinds for name in ('olmo3', 'smollm3', 'gemma3', 'gemma3_capped', 'gpt_oss')}
+    assert [kind.window for kind in kinds['olmo3']] == [7, 7, 7, None]
+    assert [kind.rotates for kind in kinds['smollm3']] == [kind.window is None for kind in kinds['smollm3']]
+    assert [kind.window for kind in kinds['gemma3']] == [7] * 5 + [None, 7]
+    assert [kind.window for kind in kinds['gemma3_capped']] == [7, 7, None, 7]
+    assert [kind.window for kind in kinds['gpt_oss']] == [7, None, 7, None]
+    assert {kind.rope.theta for kind in kinds['gemma3'] if kind.window} == {1e4}
     experts = {name: config.experts for name, config in configs.items() if config.experts}
     assert {name: config.dense_layers for name, config in experts.items() if config.dense_layers} == {
         'qwen3_moe_mixed': (0,)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
-from areal_jax.models.families import Llama3Scaling, ModelConfig
+from areal_jax.models.families import LayerKind, LinearScaling, Llama3Scaling, ModelConfig, Rope, YarnScaling
 
 CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0
@@ -20,13 +21,13 @@ CONFIG = ModelConfig(
         ({'head_dim': 7}, 'head_dim=7 is odd'),
         (
             {'family': 'gpt2'},
-            "family='gpt2' is unknown; use one of llama, qwen2, qwen3, mistral, qwen3_moe, mixtral, olmoe",
+            "family='gpt2' is unknown; use one of llama, qwen2, qwen3, mistral, qwen3_moe, mixtral, olmoe, olmo3",
         ),
         ({'n_layers': 0}, 'n_layers=0 must be at least 1'),
         ({'n_kv_heads': 0}, 'n_kv_heads=0 must be at least 1'),
         ({'rope_theta': float('nan')}, 'rope_theta=nan must be above 0 and finite'),
         ({'rms_eps': -1e-5}, 'rms_eps=-1e-05 must not be negative'),
-        ({'sliding_window': 0}, 'sliding_window=0 must be at least 1, or None'),
+        ({'kinds': (LayerKind(), LayerKind(4))}, 'kinds has 2 entries: give one, or one for each of 3 layers'),
     ],
 )
 def test_impossible_shapes_are_refused(change, message):
@@ -44,9 +45,37 @@ def test_a_stretch_by_no_number_is_refused():
         Llama3Scaling(float('nan'), 1.0, 4.0, 8192)
 
 
-def test_layers_have_the_window_from_the_first_that_is_named():
-    windows = lambda **change: [dataclasses.replace(CONFIG, **change).window(layer) for layer in range(3)]
-    assert windows() == [None, None, None]
-    assert windows(sliding_window=5) == [5, 5, 5]
-    assert windows(sliding_window=5, first_window_layer=2) == [None, None, 5]
-    assert windows(first_window_layer=2) == [None, None, None]
+def test_a_window_without_tokens_is_refused():
+    with pytest.raises(ValueError, match='window=0 must be at least 1, or None'):
+        LayerKind(0)
+
+
+def test_a_layer_has_its_kind_or_the_kind_of_all_layers():
+    config = lambda *kinds: dataclasses.replace(CONFIG, kinds=kinds)
+    windows = lambda *kinds: [config(*kinds).window(layer) for layer in range(3)]
+    full, near = LayerKind(), LayerKind(5)
+    assert windows(full) == [None, None, None]
+    assert windows(near) == windows(near, near, near) == [5, 5, 5]
+    assert windows(near, full, near) == [5, None, 5]
+    assert config(near, near, near) == config(near)  # the same model
+
+
+def test_a_layer_may_have_another_rope_or_none():
+    other = Rope(7.0, LinearScaling(8.0))
+    kinds = (LayerKind(), LayerKind(4, rope=other), LayerKind(rotates=False))
+    config = dataclasses.replace(CONFIG, kinds=kinds)
+    assert [config.rope(layer) for layer in range(3)] == [Rope(100.0), other, None]
+    with pytest.raises(ValueError, match='rotates nothing has no rope'):
+        LayerKind(rotates=False, rope=other)
+
+
+def test_the_magnitude_of_yarn_is_the_one_that_is_named_or_follows_from_its_factor():
+    yarn = lambda **fields: YarnScaling(4.0, 32768, **fields).magnitude
+    assert yarn() == pytest.approx(0.1 * math.log(4) + 1)  # 1.1386294
+    assert yarn(attention_factor=2.5) == 2.5
+    assert yarn(mscale=1.0, mscale_all_dim=1.0) == 1.0
+    # (0.1 * 2 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1) = 1.2772589 / 1.1386294
+    assert yarn(mscale=2.0, mscale_all_dim=1.0) == pytest.approx(1.2772589 / 1.1386294)
+    assert YarnScaling(0.5, 32768).magnitude == 1.0
+    with pytest.raises(ValueError, match=r'beta_fast=1\.0 must be above beta_slow=1\.0'):
+        YarnScaling(4.0, 32768, beta_fast=1.0)

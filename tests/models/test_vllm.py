@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Llama3Scaling, ModelConfig
+from areal_jax.models.families import LayerKind, Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
@@ -51,8 +51,8 @@ SHAPES = {
     'qwen2': {'family': 'qwen2', 'qkv_bias': True, 'rope_theta': 1e6, 'd_model': 256},
     'qwen3': {'family': 'qwen3', 'qk_norm': True, 'tie_embeddings': False},
     # vllm refuses windows in some layers only
-    'qwen3_window': {'family': 'qwen3', 'qk_norm': True, 'sliding_window': 7},
-    'mistral': {'family': 'mistral', 'sliding_window': 7, 'tie_embeddings': False},
+    'qwen3_window': {'family': 'qwen3', 'qk_norm': True, 'kinds': (LayerKind(7),)},
+    'mistral': {'family': 'mistral', 'kinds': (LayerKind(7),), 'tie_embeddings': False},
 }  # fmt: skip
 
 

@@ -244,3 +244,44 @@ def test_no_array_of_the_entropy_has_all_logits():
     assert '4,8192]' in compiled.as_text()
     assert '512,8192]' not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 5e6
+
+
+# Capped logits: of the policy by 3, of the teacher by 2.
+
+
+def capped(hidden, head, cap):
+    return cap * jnp.tanh(hidden @ head.T / cap) / RATES[:, None]
+
+
+@pytest.mark.parametrize('chunk', [None, 30])
+def test_divergences_of_capped_logits_equal_those_of_the_whole(chunk):
+    hidden, head, *other = example(1.5)
+
+    def plain(hidden, head):
+        log_p, log_q = jax.nn.log_softmax(capped(hidden, head, 3.0)), jax.nn.log_softmax(capped(*other, 2.0))
+        return jnp.stack([jnp.sum(jnp.exp(p) * (p - q), axis=1) for p, q in ((log_p, log_q), (log_q, log_p))])
+
+    tiled = lambda hidden, head: jnp.stack(token_divergences(hidden, head, *other, RATES, chunk=chunk, caps=(3.0, 2.0)))
+    for ours, exact in zip(*(both(compute, COTANGENTS, hidden, head) for compute in (tiled, plain)), strict=True):
+        np.testing.assert_allclose(ours, exact, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize('chunk', [None, 30])
+def test_the_clamped_entropy_of_capped_logits_equals_that_of_the_whole(chunk):
+    hidden, head = example(1.5)[:2]
+
+    def plain(hidden, head):
+        z = capped(hidden, head, 3.0)
+        least = jnp.sort(z, axis=1)[:, V - KEPT]
+        log_q = jax.nn.log_softmax(jnp.where(z >= least[:, None], z, -1e30))
+        return -jnp.sum(jnp.exp(log_q) * jnp.where(log_q > -1e20, log_q, 0), axis=1)
+
+    tiled = lambda hidden, head: clamped_entropy(hidden, head, RATES, KEPT, chunk=chunk, cap=3.0)
+    for ours, exact in zip(*(both(compute, COTANGENTS[0], hidden, head) for compute in (tiled, plain)), strict=True):
+        np.testing.assert_allclose(ours, exact, atol=2e-5 * np.abs(exact).max())
+
+
+def both(compute, cotangents, *arguments):
+    """The values, and the gradients of their sum with the cotangents."""
+    loss = lambda *x: jnp.sum(cotangents * compute(*x))
+    return jax.jit(compute)(*arguments), *jax.jit(jax.grad(loss, argnums=(0, 1)))(*arguments)

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 from areal_jax.formats.hf_directory import hf_tensors, load_hf
-from areal_jax.models import families
+from areal_jax.models import weight_rows
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import COMMON, FAMILIES, Experts, Family, Init, ModelConfig
+from areal_jax.models.families import FAMILIES, Experts, Family, ModelConfig
+from areal_jax.models.weight_rows import COMMON, Init
 from areal_jax.models.weights import (
     TARGETS,
     Lora,
@@ -170,9 +171,9 @@ TOY = Family(
     'ToyForCausalLM', 64, None, None,
     weights=(
         *COMMON,
-        families.norm('mlp_post_norm', 'd', 'post_feedforward_layernorm'),
-        families.bias('mlp/down', 'd', 'mlp.down_proj'),
-        families.Weight('positions', 'V d', 'vocab embed', Init.TABLE, 'model.embed_positions.weight'),
+        weight_rows.norm('mlp_post_norm', 'd', 'post_feedforward_layernorm'),
+        weight_rows.bias('mlp/down', 'd', 'mlp.down_proj'),
+        weight_rows.Weight('positions', 'V d', 'vocab embed', Init.TABLE, 'model.embed_positions.weight'),
     ),
 )  # fmt: skip
 TOY_CONFIG = dataclasses.replace(LLAMA, family='llama', vocab_size=32, context_tokens=64)

@@ -18,20 +18,22 @@ from safetensors.numpy import load_file
 from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import WeightsError, from_hf_names, load_hf, load_hf_weights
 from areal_jax.formats.hf_export import HfCompanions
-from areal_jax.models.families import Llama3Scaling
+from areal_jax.models.families import LayerKind, Llama3Scaling
 from areal_jax.publication.export import PartWriter, export_hf
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.rules import SharedLeaf, Shares, make_mesh
+from tests.models import family_examples
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
 SHAPES = {
+    **family_examples.CONFIGS,
     'llama': CONFIG,
     'llama3': dataclasses.replace(CONFIG, tie_embeddings=False, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 512)),
-    'qwen2': dataclasses.replace(CONFIG, family='qwen2', qkv_bias=True, sliding_window=5, first_window_layer=1),
+    'qwen2': dataclasses.replace(CONFIG, family='qwen2', qkv_bias=True, kinds=(LayerKind(), LayerKind(5))),
     'qwen3': dataclasses.replace(CONFIG, family='qwen3', qk_norm=True, qkv_bias=True, output_bias=True),
-    'mistral': dataclasses.replace(CONFIG, family='mistral', sliding_window=5, tie_embeddings=False),
+    'mistral': dataclasses.replace(CONFIG, family='mistral', kinds=(LayerKind(5),), tie_embeddings=False),
 }
 
 

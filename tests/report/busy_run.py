@@ -2,7 +2,7 @@
 
 Two engines with eight slots each; an answer takes one to five dispatches of four tokens. The learner takes eight groups
 of one answer. New weights interrupt what is decoded, every ninth answer is preempted once, every tenth group is
-dropped. The ledger closes.
+dropped. The ledger closes. The answers in rollouts/ are longer ones, with results of a tool and masked tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import math
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from areal_jax.config import CONFIG, default_config
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import VERSION
 from areal_jax.telemetry.metrics import FILE as METRICS
+from areal_jax.telemetry.rollout_writer import RolloutWriter
+from areal_jax.text.decoding import TokenBytes
+from areal_jax.types import NOT_GENERATED, TokenArrays, Trajectory, TrajectoryGroup
+from tests.learning.examples import segment, trajectory
 from tests.telemetry.logs import event_log, two_facts, work
 
 ENGINES, SLOTS, GROUPS, STEPS = 2, 8, 8, 4
@@ -203,9 +209,67 @@ def write_busy_run(workdir: pathlib.Path, updates: int, **config: Any) -> None:
     two_facts(planned_steps=updates).save(workdir)
 
 
+# Answers with everything that the page of tokens shows.
+
+
+_WORDS = [
+    b'', b'The', b' sum', b' of', b' 3', b' and', b' 8', b' is', b' 11', b'.', b'\n', b' So', b' we', b' add', b' 6',
+    b' to', b' it', b',', b' which', b' gives', b' 17', b'\xf0\x9f\x98', b'\x80', b' step', b' by', b' carefully',
+    b' \xe6\x95', b'\xb0',
+]  # fmt: skip
+_END, _SMILE, _NUMBER = 0, (21, 22), (26, 27)  # characters in two tokens
+_TOOL = [10, 3, 4, 5, 6, 7, 8, 10]
+
+
+def write_answers(workdir: pathlib.Path, updates: int, samples: int = 4) -> None:
+    """One group of each update, of three versions; every third group was filtered."""
+    split = TokenBytes(lambda token: _WORDS[token]).split
+    writer = RolloutWriter(workdir, lambda tokens: split(tokens.tolist()), 'all')
+    writer.start(0)
+    rng = np.random.default_rng(0)
+    for update in range(1, updates + 1):
+        rows = [_draw_answer(rng, update, sample) for sample in range(samples)]
+        arrays = [] if update % 3 == 0 else [_draw_arrays(rng, row) for row in rows]
+        writer.put(update, [TrajectoryGroup(8 * update, tuple(rows))], [arrays])
+    writer.close()
+
+
+def _draw_answer(rng: np.random.Generator, update: int, sample: int) -> Trajectory:
+    versions = [version for version in (update - 3, update - 2, update - 1) if version >= 0]
+    segments = []
+    for version in versions:
+        tokens = [*rng.integers(1, 21, int(rng.integers(15, 60))).tolist(), *_SMILE, *_NUMBER]
+        segments.append(segment(tokens, version, (-rng.exponential(0.5, len(tokens))).tolist()))
+        if sample == 1:
+            segments.append(segment(_TOOL, NOT_GENERATED))
+    segments.append(segment([_END], versions[-1], [-0.1]))
+    prompt = [1, 2, 3, 4, 5, 6, *_SMILE, 10]
+    return trajectory(prompt, segments, draw=8 * update, sample=sample, reward=round(float(rng.random()), 2))
+
+
+def _draw_arrays(rng: np.random.Generator, row: Trajectory) -> TokenArrays:
+    """A token of the oldest version is masked; a veto takes a few out."""
+    start = len(row.prompt.tokens)
+    generated = row.loss_mask[start:]
+    behavior = row.behavior_logprobs[start:][generated]
+    count, advantage = len(behavior), row.reward - 0.5
+    proximal = behavior + rng.normal(0, 0.2, count)
+    change = rng.normal(0, 0.15, count)
+    ratio = np.exp(change)
+    mask = np.arange(count) >= 10
+    above, below = (advantage > 0) & (ratio > 1.2), (advantage < 0) & (ratio < 0.8)
+    return {
+        'policy_logprobs': np.float32(proximal + change), 'advantages': np.full(count, advantage, np.float32),
+        'loss_mask': mask, 'proximal_logprobs': np.float32(proximal), 'ratio': np.float32(ratio),
+        'weight': np.float32(np.exp(proximal - behavior)), 'clip': np.int8(above * 1 - below * 1) * mask,
+        'closed': mask & (rng.random(count) < 0.03),
+    }  # fmt: skip
+
+
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('workdir', type=pathlib.Path)
     parser.add_argument('--updates', type=int, default=8)
     options = parser.parse_args()
     write_busy_run(options.workdir, options.updates)
+    write_answers(options.workdir, min(options.updates, 30))

@@ -1,5 +1,7 @@
 """How episodes of agents ended, and what their tools took, from the events of a run."""
 
+import itertools
+
 from areal_jax.report.agents import summarize_agents, tabulate_agents
 from tests.telemetry.logs import event_log
 
@@ -12,8 +14,16 @@ def tool(run, start, end, name):
     ]
 
 
+def reward(sample, value):
+    fields = {'draw': 0, 'sample': sample, 'value': value, 'label': 'ok', 'attempts': 1}
+    return (9, 'reward', {**fields, 'lane': 'reward'})
+
+
 def finish(sample, reason, **fields):
     return (9, 'finish', {'draw': 0, 'sample': sample, 'tokens': 1, 'reason': reason, 'versions': [0], **fields})
+
+
+UNCOUNTED = {'errors': 0, 'written': 0, 'well_formed': 0, 'episodes': 0, 'reward': None}
 
 
 def test_ends_rows_and_tools_are_counted():
@@ -33,8 +43,8 @@ def test_ends_rows_and_tools_are_counted():
         'rows': 2,
         'forks': {'history': 2, 'resampled': 1},
         'tools': {
-            'add': {'calls': 1, 'median_seconds': 0.5, 'max_seconds': 0.5},
-            'search': {'calls': 2, 'median_seconds': 2, 'max_seconds': 3},
+            'add': {'calls': 1, 'median_seconds': 0.5, 'max_seconds': 0.5, **UNCOUNTED},
+            'search': {'calls': 2, 'median_seconds': 2, 'max_seconds': 3, **UNCOUNTED},
         },
         'counts': {'retried': 3, 'x': 2},
         'cached_prompts': None,
@@ -42,8 +52,46 @@ def test_ends_rows_and_tools_are_counted():
     rows = tabulate_agents(found).rows
     assert rows[0] == ('episodes', '3', '3 turns and 2 rows, mean')
     assert ('rows begun for history', '2', '67%') in rows
-    assert ('calls of search', '2', '2 / 3 s, median / max') in rows
+    assert ('calls of search', '2', '2 / 3 s, median / max; 0% errors') in rows
     assert rows[-2:] == [('retries, answered from the record', '3', ''), ('x', '2', '')]
+
+
+def test_calls_errors_and_reward_are_counted_by_tool():
+    used = [['called/add', 3], ['well_formed/add', 2], ['errors/add', 1], ['called/ask', 1], ['tool_calls', 4]]
+    events = event_log(
+        *tool(1, 1, 2, 'add'),  # of sample 0
+        finish(0, 'stop', turns=2, counts=used),
+        finish(1, 'stop', turns=2, counts=[['called/add', 1], ['well_formed/add', 1]]),
+        finish(2, 'stop', turns=1),
+        finish(3, 'env_error', turns=1, counts=[['called/ask', 1]]),  # it has no reward
+        *[reward(sample, value) for sample, value in enumerate((0.25, 0.75, 1.0))],
+    )
+    found = summarize_agents(events)
+    assert found['tools'] == {
+        'add': {
+            'calls': 1, 'median_seconds': 1, 'max_seconds': 1,
+            'errors': 1, 'written': 4, 'well_formed': 3, 'episodes': 2, 'reward': 0.5,
+        },
+        'ask': {
+            'calls': 0, 'median_seconds': None, 'max_seconds': None,
+            'errors': 0, 'written': 2, 'well_formed': 0, 'episodes': 1, 'reward': 0.25,
+        },
+    }  # fmt: skip
+    assert found['counts'] == {'tool_calls': 4}
+    rows = tabulate_agents(found).rows
+    assert ('calls of add in answers', '4', '75% fit its definition') in rows
+    assert ('calls of add', '1', '1 / 1 s, median / max; 100% errors') in rows
+    assert ('reward with add', '0.5', 'mean of 2 episodes') in rows
+
+
+def test_names_that_a_model_invents_share_a_row():
+    seconds = [tool(number, number, number + 1, f'n{number:02}') for number in range(1, 15)]
+    events = event_log(
+        *tool(20, 20, 21, 'add'), *tool(21, 21, 22, 'add'), *itertools.chain(*seconds), finish(0, 'stop', turns=2)
+    )
+    found = summarize_agents(events)['tools']
+    assert len(found) == 13
+    assert (found['add']['calls'], found['other names']['calls']) == (2, 3)
 
 
 def test_the_share_of_prompts_in_the_cache_is_without_what_an_interruption_computes_again():

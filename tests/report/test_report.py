@@ -66,6 +66,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'time': dict.fromkeys(('generate', 'train', 'publish', 'ideal', 'achieved', 'ideal_rule')),
         'event_loop_lag_seconds': {'max': None},
         'versions': {'jax': None},
+        'revisions': {},
         'hardware': {'cores': None, 'platform': None},
         'devices': {'learner': None, 'engines': {'engine/0': None}},
         'problems': dict.fromkeys(('train', 'held_out', 'dropped')),

@@ -3,10 +3,13 @@ import json
 import numpy as np
 import pytest
 
+from areal_jax.installation import locate_file
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
+from areal_jax.tasks.demonstrations import Demonstrations, contrast_task, read_demonstrations, solve_task
+from areal_jax.tasks.questions import question_task
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.token_reversal import build, characters
+from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
@@ -123,6 +126,106 @@ def test_a_draw_is_a_group_of_one_whose_answer_is_in_the_loss():
     # 'abc=' is read, 'cba' and EOS are in the loss
     assert trajectory.loss_mask.tolist() == [False] * 4 + [True] * 4
     assert trajectory.tokens.dtype == np.int32
+
+
+def say(role, content, **fields):
+    return {'role': role, 'content': content, **fields}
+
+
+def conversation():
+    return [say('user', 'q'), say('assistant', 'bb', train=True), say('tool', 'r'), say('assistant', 'd')]
+
+
+@pytest.mark.parametrize('key', ['train', 'weight', 'loss', 'training'])
+def test_a_marked_turn_is_trained_in_the_same_row_and_the_turns_between_are_read(tmp_path, key):
+    turns = [
+        say('user', 'q'),
+        say('assistant', 'bb', **{key: 1}),
+        say('tool', 'r'),
+        say('user', 'u'),
+        say('assistant', 'd'),
+    ]
+    [found] = read(write(tmp_path / 'x.jsonl', [{'messages': turns}]), TOKENIZER, held_out_fraction=0.0).train
+    assert texts([found]) == [('q', 'bb<eos>rud')]
+    # 1 token of the prompt, 7 of the answer, of which the last is never read; bb, d and two EOS are in the loss
+    assert found.size == (7, 5)
+    (trajectory,) = Demonstrations((found,), ()).stream(0).draw().trajectories
+    assert trajectory.loss_mask.tolist() == [False, True, True, True, False, False, True, True]
+
+
+def test_a_turn_after_the_first_trained_one_may_be_context(tmp_path):
+    turns = [*conversation(), say('user', 'u'), say('assistant', 'e')]  # 'd' is not marked
+    [found] = read(write(tmp_path / 'x.jsonl', [{'messages': turns}]), TOKENIZER, held_out_fraction=0.0).train
+    assert texts([found]) == [('q', 'bb<eos>rd<eos>ue')]
+    [mask] = found.trained
+    assert mask.tolist() == [True] * 3 + [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(('changed', 'message'), [
+    ({2: say('system', 's')}, 'turns of system after a trained turn: only results of tools'),
+    ({1: say('assistant', 'b', train=True, tool_calls=[1])}, r'messages\[1\]\.tool_calls='),
+    ({1: say('assistant', ' ', train=True)}, r'messages\[1\]\.content=.* must be a text that is not empty'),
+    ({0: say('user', 'q', train=True)}, r'messages\[0\]\.train=True would change what is trained'),
+    ({3: say('assistant', 'd', train=False)}, r'messages\[3\]\.train=False would change what is trained'),
+])  # fmt: skip
+def test_a_conversation_that_cannot_be_one_row_is_refused(tmp_path, changed, message):
+    turns = [changed.get(number, turn) for number, turn in enumerate(conversation())]
+    with pytest.raises(TaskError, match=message):
+        read(write(tmp_path / 'x.jsonl', [{'messages': turns}]), TOKENIZER)
+
+
+def test_calls_of_an_untrained_turn_after_a_trained_one_are_refused(tmp_path, smollm2_fields):
+    template = GivenTemplate(locate_file('package:configs/templates/hermes.jinja').read_text(), 't')
+    calls = [{'function': {'name': 'add', 'arguments': {}}}]
+    turns = [
+        *conversation(),
+        say('user', 'u'),
+        say('assistant', '', tool_calls=calls),
+        say('tool', 'r'),
+        say('assistant', 'e'),
+    ]
+    with pytest.raises(TaskError, match=r'messages\[5\]\.tool_calls=.* write them into the content'):
+        read(write(tmp_path / 'x.jsonl', [{'messages': turns}]), GgufTokenizer(smollm2_fields, 'f', template))
+
+
+@pytest.mark.parametrize(('template', 'space'), [('hermes', '\n'), ('compact', '')])
+def test_a_conversation_of_a_task_is_the_row_that_the_template_renders(smollm2_fields, template, space):
+    text = locate_file(f'package:configs/templates/{template}.jinja').read_text()
+    tokenizer = GgufTokenizer(smollm2_fields, 'f', GivenTemplate(text, 't'))
+    tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'properties': {'a': {}, 'b': {}}}}}]
+    call = f'<tool_call>{space}{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}{space}</tool_call>'
+    turns = [say('user', 'q'), say('assistant', call, train=True), say('tool', '3'), say('assistant', 'It is 3.')]
+    task = question_task(
+        tokenizer, [{'question': 'q', 'messages': turns, 'tools': tools}], score, held_out_fraction=0.0
+    )
+    [found] = solve_task(task, tokenizer).train
+    called = {'role': 'assistant', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1, 'b': 2}}}]}
+    [whole] = tokenizer.encode_chats([[turns[0], called, *turns[2:]]], tools)
+    row = np.concatenate([found.prompt_tokens, *found.answers])
+    assert whole[: len(row)].tolist() == row.tolist()
+    trained = [tokenizer.decode(segment.tokens) for segment in found.segments()[0] if segment.policy_version == 0]
+    assert trained == [call, 'It is 3.']
+    with pytest.raises(TaskError, match='pairs are of single answers'):
+        contrast_task(task, tokenizer)
+
+
+def score(problem, answer_text, finish_reason):
+    return 0.0
+
+
+def test_a_run_does_not_go_on_with_other_turns_in_the_loss(tmp_path):
+    found = [
+        read(write(tmp_path / 'x.jsonl', [{'messages': turns}]), TOKENIZER, held_out_fraction=0.0).stream(0)
+        for turns in ([say('user', 'q'), say('assistant', 'b', train=True), *more] for more in MORE)
+    ]
+    with pytest.raises(TaskError, match='not those of the saved run'):
+        found[1].restore(found[0].state())
+
+
+MORE = [
+    [say('user', 'u'), say('assistant', 'c', train=train), say('user', 'u'), say('assistant', 'd')]
+    for train in (True, False)
+]
 
 
 def test_a_restored_stream_goes_on_where_the_saved_one_was():

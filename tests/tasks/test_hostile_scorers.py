@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.tasks.scoring.verifier import ProcessVerifier
+from areal_jax.tasks.scoring.verifier import ProcessVerifier, TaskScoring
 from areal_jax.types import Prompt, Verdict
 from areal_jax.workers.descendants import list_marked
 from areal_jax.workers.worker_process import WorkerProcess
@@ -30,8 +30,8 @@ def run_hostile(name, tmp_path, deadline_s):
         return started[-1]
 
     judge = ProcessVerifier(
-        FakeClock(), f'tests.tasks.hostile_scorers:{name}', lambda tokens: '', workers=1, deadline_s=deadline_s,
-        attempts=1, memory_mb=256, start_worker=start_worker,
+        FakeClock(), {'': TaskScoring(f'tests.tasks.hostile_scorers:{name}')}, lambda tokens: '', workers=1,
+        deadline_s=deadline_s, attempts=1, memory_mb=256, start_worker=start_worker,
     )  # fmt: skip
 
     async def score(**problem):

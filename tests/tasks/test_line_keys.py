@@ -123,7 +123,7 @@ def test_messages_of_pairs_and_demonstrations_are_read_alike(tmp_path, kind):
 
 
 @pytest.mark.parametrize(('place', 'value', 'is_let_through'), [
-    (0, 0, True), (0, 1, False), (0, 0.5, False), (1, 0, True), (1, 1, False), (3, 1, True), (3, 0, False),
+    (0, 0, True), (0, 1, False), (0, 0.5, False), (1, 0, True), (1, 0.5, False), (3, 1, True), (3, 0, False),
     (3, 0.5, False), (3, True, True), (1, False, True),
 ])  # fmt: skip
 def test_a_weight_may_say_what_is_done(tmp_path, place, value, is_let_through):

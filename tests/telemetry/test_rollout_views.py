@@ -14,7 +14,8 @@ def answer(sample, reward, text, **fields):
     return {
         'sample': sample, 'row': 0, 'reward': reward, 'label': 'ok', 'finish': 'stop', 'engine': 'engine/0',
         'advantage': None, 'text': text, 'tokens': list(range(4)), 'versions': [[2, 3], [2, 4]], 'ages': [1, 0],
-        'ends': [len(text) // 2, len(text)], 'behavior_logprobs': [-1.0, -2.0, -3.0, -4.0], **fields,
+        'characters': [len(text) // 2, 0, 0, len(text) - len(text) // 2], 'behavior_logprobs': [-1.0, -2.0, -3.0, -4.0],
+        **fields,
     }  # fmt: skip
 
 

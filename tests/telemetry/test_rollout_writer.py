@@ -16,8 +16,8 @@ from areal_jax.types import NOT_GENERATED, TokenArrays, TrajectoryGroup
 from tests.learning.examples import segment, trajectory
 
 
-def decode(tokens: np.ndarray) -> str:
-    return ' '.join(map(str, tokens.tolist()))
+def split(tokens: np.ndarray) -> list[str]:
+    return [f'{" " if index else ""}{token}' for index, token in enumerate(tokens.tolist())]
 
 
 def make_group(draw: int, tokens: int = 3) -> TrajectoryGroup:
@@ -27,7 +27,7 @@ def make_group(draw: int, tokens: int = 3) -> TrajectoryGroup:
 
 def write(workdir: pathlib.Path, updates: range, *, after: int = 0, most_bytes: int = 1 << 20, tokens: int = 3) -> dict:
     """An attempt that makes `updates`, two groups each, of which the lower draw is kept."""
-    writer = RolloutWriter(workdir, decode, '1', most_bytes)
+    writer = RolloutWriter(workdir, split, '1', most_bytes)
     writer.start(after)
     for update in updates:
         kept = writer.select([make_group(2 * update + 1, tokens), make_group(2 * update, tokens)])
@@ -53,11 +53,12 @@ def test_a_record_says_all_of_a_group():
         'clip': np.int8([0, 1, -1]),
         'closed': np.array([False, False, False]),
     }
-    record = describe_group(8, group, [arrays], decode)
+    record = describe_group(8, group, [arrays], split)
     (answer,) = record['answers']
-    assert record['prompt'] == {'text': '1 2', 'tokens': [1, 2]}
+    assert record['prompt'] == {'text': '1 2', 'characters': [1, 2], 'tokens': [1, 2]}
     assert (answer['text'], answer['tokens'], answer['reward']) == ('3 4 9 5', [3, 4, 9, 5], 0.5)
-    assert [answer['text'][a:b] for a, b in itertools.pairwise([0, *answer['ends']])] == ['3 4', ' 9', ' 5']
+    ends = itertools.accumulate(answer['characters'], initial=0)
+    assert [answer['text'][a:b] for a, b in itertools.pairwise(ends)] == ['3', ' 4', ' 9', ' 5']
     assert (answer['versions'], answer['ages']) == ([[2, 5], [1, NOT_GENERATED], [1, 7]], [2, None, 0])
     assert answer['behavior_logprobs'] == [-0.1, -0.2, None, -1e-8]  # as few digits as float32 needs
     assert answer['policy_logprobs'][:3] == [-0.3, -0.1, None]
@@ -69,7 +70,7 @@ def test_a_record_says_all_of_a_group():
 
 
 def test_a_record_that_is_too_long_keeps_its_text_longest():
-    record = describe_group(1, make_group(4, 400), [], decode)
+    record = describe_group(1, make_group(4, 400), [], split)
     whole = len(json.dumps(record, separators=(',', ':')))
     without = json.loads(write_record(record, whole - 1))
     assert (without['cut'], without['answers'][0]['text']) == ('tokens', record['answers'][0]['text'])
@@ -108,7 +109,7 @@ def test_the_bound_keeps_the_first_answers_and_the_newest(tmp_path: pathlib.Path
 
 
 def test_what_cannot_be_written_is_said_once(tmp_path: pathlib.Path, capsys):
-    writer = RolloutWriter(tmp_path, decode, 'all', 1 << 20)
+    writer = RolloutWriter(tmp_path, split, 'all', 1 << 20)
     writer.start(0)
     writer.put(1, [make_group(0)], [[{}, {}, {}]])  # a bug: three answers are known of two
     writer.sync()
@@ -120,7 +121,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: pathlib.Path, capsys):
 
 
 def test_what_was_handed_over_is_readable_after_sync(tmp_path: pathlib.Path):
-    writer = RolloutWriter(tmp_path, decode, 'all', 1 << 20)
+    writer = RolloutWriter(tmp_path, split, 'all', 1 << 20)
     writer.start(0)
     for update in range(1, 30):
         writer.put(update, [make_group(update)], [[]])

@@ -46,7 +46,7 @@ def check_vocabulary(name: str, sequences: int, cuttings: int, seed: int) -> tup
         ids = vocabularies.draw_ids(rng, library, int(rng.integers(1, _LENGTH))).tolist()
         whole = decode_by_runs(library, ids)
         counts['broken characters'] += '\ufffd' in whole
-        texts = {'whole': token_bytes.decode(ids)}
+        texts = {'whole': token_bytes.decode(ids), 'by token': ''.join(token_bytes.split(ids))}
         if library.token_to_id('<0x00>') is None:
             texts['library'] = library.decode(ids, skip_special_tokens=False)
         faults += [f'{name}: {how} of {ids}: {text!r}, not {whole!r}' for how, text in texts.items() if text != whole]

@@ -89,3 +89,14 @@ def test_a_token_is_spelled_once():
     text = TextDecoder(TokenBytes(lambda token: spelled.append(token) or b'x'))
     assert text.extend([1, 2, 1]) + text.extend([1, 2]) == 'xxxxx'
     assert spelled == [1, 2]
+
+
+def test_each_token_has_the_characters_that_it_completes():
+    """The four bytes of an emoji in three tokens, a byte that is no character, and an end that has no text."""
+    spelled = {1: b'a\xf0\x9f', 2: b'\x98', 3: b'\x80b', 4: b'\xff', 5: b'\xf0\x9f'}
+    assert TokenBytes(spelled.get).split([1, 2, 3, 9, 4]) == ['a', '', '😀b', '', '�']
+    assert TokenBytes(spelled.get).split([1, 2, 5]) == ['a', '', '��']  # never completed
+    assert TokenBytes(spelled.get, each_byte=True).split([1, 5]) == ['a', '����']
+    assert TokenBytes(spelled.get).split([]) == []
+    tokenizer = CharacterTokenizer('ab')
+    assert tokenizer.split(np.array([1, 0, 2, 0])) == ['a', '<eos>', 'b', '']

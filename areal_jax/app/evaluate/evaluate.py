@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import pathlib
 import time
@@ -20,7 +21,13 @@ from areal_jax.app.parts.engines import build_backends, build_engines, describe_
 from areal_jax.app.parts.host import build_clock
 from areal_jax.app.parts.part_settings import build_sampling, find_ends
 from areal_jax.app.parts.sizes import require_room_to_evaluate
-from areal_jax.app.parts.task_builder import build_task, build_verifier, try_scorer_sandbox
+from areal_jax.app.parts.task_builder import (
+    build_task,
+    build_verifier,
+    name_tasks,
+    require_known_tasks,
+    try_scorer_sandbox,
+)
 from areal_jax.app.parts.workflow_builder import load_workflow, require_tools_shown
 from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.process.setup import require_extras
@@ -33,7 +40,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Deliver, Evaluator
-from areal_jax.evaluation.results import Answer, AnsweredProblem, AnswerFile, Results, Tally
+from areal_jax.evaluation.results import Answer, AnsweredProblem, AnswerFile, Results, SourcesOfResults, Tally
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.learning import weights as trees
 from areal_jax.learning.weights import require_finite_shards
@@ -45,8 +52,8 @@ from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.stream import WITHOUT_TRAINING
 from areal_jax.sharding.placement import move_to
 from areal_jax.sharding.rules import allocate_engines
-from areal_jax.tasks.registry import require_known
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.mixture import final_answer
+from areal_jax.tasks.task import PromptSet, TaskError
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.text.chat_template import ConversationError
 from areal_jax.types import Prompt
@@ -85,7 +92,7 @@ def evaluate_model(
     adapted = adapt_config(config, model, overrides)
     validate_evaluation(adapted)
     require_extras(adapted)
-    require_known(adapted.task.name)
+    require_known_tasks(adapted)
     with _Evaluation(adapted, workdir, resume, source, overrides, interrupts) as evaluation:
         return evaluation.run()
 
@@ -150,15 +157,18 @@ class _Evaluation:
         self._start.begin(describe_loading(config))
         self._model = model = build_model(config, self._start.count_bytes)
         note_weights(self.workdir.path, model.source, resume=self.workdir.has_answers)
-        self._start.begin(f'preparing task {config.task.name}')
+        self._start.begin(f'preparing task {name_tasks(config)}')
         task = self._build_task(model)
         self._samples, self._seed = config.evaluation.samples, config.run.seed
         prompts = {prompt.draw: prompt for prompt in task.held_out(config.evaluation.problems, self._seed)}
+        self._sources = {draw: prompt.source for draw, prompt in prompts.items()}
         self._answers = AnswerFile(self.workdir.answers, prompts, self._samples)
         self._parts.callback(self._answers.close)
         self.tally = Tally(self._samples)
+        of_sources = sorted({source for source in self._sources.values() if source})
+        self._tallies = {source: Tally(self._samples) for source in of_sources}
         for problem in self._answers.read():
-            self.tally.add(problem)
+            self._count(problem)
         self._problems = len(prompts)
         self._left = [prompt for draw, prompt in prompts.items() if draw not in self.tally]
         (self.workdir.path / EVENTS).unlink(missing_ok=True)  # of an earlier attempt
@@ -174,13 +184,13 @@ class _Evaluation:
         self._engines = self._build_engines(model)
         self.evaluator = self._build_evaluator(task, model, self._left)
 
-    def _build_task(self, model: Model) -> Task:
+    def _build_task(self, model: Model) -> PromptSet:
         try:
             return build_task(self.config, model.tokenizer)
         except TaskError as error:
             if not isinstance(error.__cause__, ConversationError):
                 raise
-            name, path = self.config.task.name, self.config.model.path
+            name, path = name_tasks(self.config), self.config.model.path
             raise ConfigError(
                 f'the tokenizer of the model {path!r} does not fit task.name={name!r}: {error}; evaluate it on the '
                 'task that it was made for'
@@ -204,7 +214,7 @@ class _Evaluation:
             WITHOUT_TRAINING,
         )  # fmt: skip
 
-    def _build_evaluator(self, task: Task, model: Model, problems: list[Prompt]) -> Evaluator:
+    def _build_evaluator(self, task: PromptSet, model: Model, problems: list[Prompt]) -> Evaluator:
         return Evaluator(
             pool=Pool(self._engines, self.clock, self.log, self.supervisor),
             verifier=self.verifier,
@@ -216,7 +226,7 @@ class _Evaluation:
             samples=self._samples,
             seed=self._seed,
             decode=model.tokenizer.decode,
-            final_answer=task.final_answer,
+            final_answer=functools.partial(final_answer, task),
             max_failed=self.config.task.max_failed_groups,
             announce=self._start.count_answers,
             make_workflow=load_workflow(self.config, model.tokenizer)(self.clock),
@@ -267,9 +277,14 @@ class _Evaluation:
             answers = tuple(found[column] for column in range(1 + self._samples))
             problem = AnsweredProblem(prompt.draw, round(before + time.monotonic() - began, 3), answers)
             self._answers.append(problem, self._model.tokenizer.decode(prompt.tokens))
-            self.tally.add(problem)
+            self._count(problem)
 
         return collect
+
+    def _count(self, problem: AnsweredProblem) -> None:
+        self.tally.add(problem)
+        if source := self._sources[problem.draw]:
+            self._tallies[source].add(problem)
 
     # The results.
 
@@ -284,8 +299,9 @@ class _Evaluation:
                 'weights_sha256': self._weights_sha256,
                 'version': self._version,
             },
-            'task': config.task.name,
+            'task': name_tasks(config),
             **self.tally.scores(self._seed),
+            **self._score_sources(),
             'seed': self._seed,
             'temperature': config.rollout.temperature,
             'ends': tokenizer.token_bytes.name(find_ends(config, tokenizer)),
@@ -298,6 +314,13 @@ class _Evaluation:
             'hardware': dict(hardware()),
             'sandbox': self._sandbox,
         }
+
+    def _score_sources(self) -> SourcesOfResults:
+        """The scores by source; empty for a single task."""
+        scores = {source: tally.scores(self._seed) for source, tally in self._tallies.items()}
+        if not scores:
+            return {}
+        return {'sources': {s: {'problems': own['problems'], 'metrics': own['metrics']} for s, own in scores.items()}}
 
 
 def _spell_infinity(values: Mapping[str, Any]) -> dict[str, Any]:

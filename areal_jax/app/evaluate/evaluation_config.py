@@ -112,6 +112,7 @@ def set_benchmark(config: config_dict.ConfigDict, file: str, overrides: Collecti
     _require_free('--benchmark', ('task.name', 'task.path', 'task.held_out_fraction'), overrides)
     lines = _count_rows(file)
     config.task.name, config.task.path, config.task.held_out_fraction = 'jsonl', file, 1.0
+    config.task.sources = config_dict.ConfigDict()
     if 'evaluation.problems' not in overrides:
         config.evaluation.problems = lines
 

@@ -25,6 +25,7 @@ from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.kinds import find_server
 from areal_jax.config.near_names import read_saved
 from areal_jax.config.objectives import ObjectiveKind, describe_method, find_objective
+from areal_jax.config.sources import SOURCES
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
@@ -86,7 +87,7 @@ def _front_matter(model: ExportedModel) -> str:
 
 def _title(model: ExportedModel) -> str:
     done = f'{model.step} updates of {_objective(model).title}'
-    return f'{model.parameters:,} parameters after {done} on {model.values["task.name"]}'
+    return f'{model.parameters:,} parameters after {done} on {_name_task(model.values)}'
 
 
 def _loading(model: ExportedModel) -> str:
@@ -159,7 +160,22 @@ def _base(workdir: pathlib.Path, values: Values) -> str:
     return f'`{values["model.path"]}` ({values["model.source"]}{revision}){digest}'
 
 
+def _name_task(values: Values) -> str:
+    """The name of the task, or the sources of a mixture: 'a mixture of easy (jsonl), hard (jsonl)'."""
+    if not (sources := _list_sources(values)):
+        return str(values['task.name'])
+    names = {source: values.get(f'{SOURCES}.{source}.name', values['task.name']) for source in sources}
+    return f'a mixture of {", ".join(f"{source} ({name})" for source, name in names.items())}'
+
+
+def _list_sources(values: Values) -> list[str]:
+    return sorted({path.split('.')[2] for path in values if path.startswith(f'{SOURCES}.')})
+
+
 def _task(values: Values) -> str:
+    if sources := _list_sources(values):
+        weights = ', '.join(f'{values[f"{SOURCES}.{source}.weight"]:g}' for source in sources)
+        return f'{_name_task(values)}, weights {weights}'
     details = [*values['task.datasets'], *([f'`{values["task.path"]}`'] if values['task.path'] else [])]
     return f'{values["task.name"]} ({", ".join(details)})' if details else values['task.name']
 
@@ -209,6 +225,7 @@ def _provenance_rows(facts: files.JsonObject) -> list[_Row]:
     rows = []
     if facts.get('git_commit'):
         rows.append(('commit', str(facts['git_commit'])))
+    rows += [(f'revision of {field}', commit) for field, commit in facts.get('revisions', {}).items()]
     if facts.get('versions'):
         rows.append(('trained with', described(facts['versions'])))
     rows.append(('exported with', described(package_versions())))

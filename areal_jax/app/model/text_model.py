@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import re
 
@@ -12,15 +13,17 @@ from areal_jax import files
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten, validate
+from areal_jax.config.declarations import set_free
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.near_names import with_former
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.sources import SOURCES
 from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.hub import is_hub_name, locate_model
 from areal_jax.installation import PACKAGE, locate_file
-from areal_jax.models.families import FAMILIES, Experts, ModelConfig
+from areal_jax.models.families import FAMILIES, ExpertFields, Experts, ModelConfig, default_kinds
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
@@ -58,10 +61,13 @@ def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
         raise ConfigError(f'{field}={path!r} is a simulation, which has no weights: name a run of areal-train')
     config = default_config()
     known = dict(flatten(config))
-    saved = {name: value for name, value in flatten(with_former(values)) if name.startswith(_READ) and name in known}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in flatten(with_former(values))}
+    for name in given:
+        if name.startswith(f'{SOURCES}.'):
+            set_free(config, name, given[name])
     try:
         config.update_from_flattened_dict(
-            {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+            {name: value for name, value in given.items() if name.startswith(_READ) and name in known}
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
@@ -237,13 +243,15 @@ def hf_directory(config: TrackedConfig, *, weights: bool = False) -> pathlib.Pat
 
 
 def character_tokenizer(config: TrackedConfig) -> CharacterTokenizer:
-    known = config.model.characters or characters(config.task.symbols)
+    known = config.model.characters or characters(max(task.symbols for task in config.list_tasks().values()))
     return CharacterTokenizer(known, has_eos=config.model.outputs == 'all')
 
 
 def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
     plain = config.model.family == 'plain'
-    family = FAMILIES.get(config.model.family, FAMILIES['llama'])
+    name = 'llama' if plain else config.model.family
+    family, longest = FAMILIES[name], _longest(config)
+    biases = {'qkv_bias': True, 'output_bias': True} if family.biased else {}
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=config.model.d_model,
@@ -253,18 +261,21 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         head_dim=config.model.head_dim,
         d_ff=config.model.d_expert if family.experts and not family.experts.has_dense_layers else config.model.d_ff,
         rope_theta=config.model.rope_theta,
-        context_tokens=_longest(config),
-        family='llama' if plain else config.model.family,
+        context_tokens=longest,
+        family=name,
         plain=plain,
         output_size=config.task.symbols if config.model.outputs == 'symbols' else None,
         tie_embeddings=not plain,
-        experts=_random_experts(config) if family.experts else None,
-        **family.switches,
+        kinds=default_kinds(name, config.model.n_layers, max(1, longest // 4)),
+        embedding_factor=math.sqrt(config.model.d_model) if family.scales_embedding else 1.0,
+        experts=_random_experts(config, family.experts) if family.experts else None,
+        **family.switches | biases,
     )
 
 
-def _random_experts(config: TrackedConfig) -> Experts:
-    return Experts(config.model.experts, config.model.experts_per_token, config.model.d_expert)
+def _random_experts(config: TrackedConfig, fields: ExpertFields) -> Experts:
+    sizes = config.model.experts, config.model.experts_per_token, config.model.d_expert
+    return Experts(*sizes, swiglu=fields.swiglu)
 
 
 def _longest(config: TrackedConfig) -> int:

@@ -19,9 +19,9 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.learner_builder import build_optimizer
 from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import parse_engines
+from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.fields import ConfigError, Purpose
-from areal_jax.config.kinds import find_channel
+from areal_jax.config.kinds import IN_PROCESS, find_channel, find_server
 from areal_jax.config.objectives import KL, find_objective, is_policy, reads_reference
 from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.measurement import active_parameters
@@ -326,7 +326,7 @@ def _sample(shape: ModelConfig) -> ModelConfig:
     experts = shape.experts and dataclasses.replace(
         shape.experts, dense_layers=(0,) if shape.experts.dense_layers else ()
     )
-    return dataclasses.replace(shape, n_layers=len(_repeats(shape)), first_window_layer=0, experts=experts)
+    return dataclasses.replace(shape, n_layers=len(_repeats(shape)), kinds=shape.kinds[:1], experts=experts)
 
 
 def _repeats(shape: ModelConfig) -> tuple[int, ...]:
@@ -422,13 +422,18 @@ _LAYER = re.compile(r'^layers/\d+/')
 def describe_run(config: config_dict.ConfigDict) -> str:
     """Returns tables of leaves (shapes, shardings on the learner's mesh) and of bytes per device by purpose.
 
-    On a CPU, the sizes of engines include the transposed second copy of their matrices.
+    Engines of a run in roles are described too if they are of this project. On a CPU, the sizes of engines include the
+    transposed second copy of their matrices.
     """
     tracked = TrackedConfig(config)
     shape = read_shape(tracked)
     generates = find_objective(config.loss.objective).generates
     allocation = build.build_allocation(tracked) if generates else Allocation(build.build_mesh(tracked), ())
     sizes = measure(tracked, shape, allocation)
+    if generates and (joined := _join_roles(config)) is not None:
+        allocation = build.build_allocation(joined)
+        of_engines = _sizes_of_engines(joined, shape, allocation)
+        sizes = dataclasses.replace(sizes, engines=next(iter(of_engines.values())), by_devices=of_engines)
     decoder = Decoder(shape)
     mesh = ', '.join(f'{name}={size}' for name, size in allocation.learner.shape.items() if size > 1) or '1 device'
     lines = [
@@ -442,6 +447,17 @@ def describe_run(config: config_dict.ConfigDict) -> str:
         if parts:
             lines += ['', *_table((name, 'bytes'), _size_rows(parts))]
     return '\n'.join(lines)
+
+
+def _join_roles(config: config_dict.ConfigDict) -> TrackedConfig | None:
+    """Returns the config with its engines in the learner's process; None unless they are servers of this project."""
+    server, learner = find_server(config.rollout.server), parse_learner(config.cluster.learner)
+    if server.in_process or not server.has_own_engines:
+        return None
+    joined = config.copy_and_resolve_references()
+    joined.rollout.server = IN_PROCESS.name
+    joined.cluster.learner = str(dataclasses.replace(learner, hosts=None))
+    return TrackedConfig(joined)
 
 
 def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:

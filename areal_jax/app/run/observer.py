@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import NotRequired, Protocol, TypedDict
 
 from areal_jax import files, protocols
 from areal_jax.config import TrackedConfig
+from areal_jax.control.buffer import BY_REWARD
 from areal_jax.control.controller import StepRecord
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -35,7 +35,7 @@ from areal_jax.telemetry.facts import (
 from areal_jax.telemetry.metrics import FILE, MetricsWriter, Value, merge, number, read_metrics
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.token_ledger import LedgerState, TokenLedger
-from areal_jax.types import Prompt
+from areal_jax.types import Prompt, TrajectoryGroup
 
 
 class CodeChecksState(TypedDict):
@@ -74,6 +74,106 @@ class CodeChecks:
     def state(self) -> CodeChecksState:
         """Returns the state as JSON values."""
         return {'labels': dict(self._labels), 'sums': dict(self._sums)}
+
+
+class SourceCountsState(TypedDict):
+    """The state of SourceCounts in a checkpoint."""
+
+    open: dict[str, str]  # by draw: the source of a group that is neither trained nor dropped
+    drawn: dict[str, int]  # this and the next ones by source
+    dropped: dict[str, int]
+    filtered: dict[str, int]
+    kept: dict[str, int]
+
+
+class SourceCounts:
+    """Counts the groups of each source of a mixture; without a mixture there is nothing to count."""
+
+    def __init__(self, state: SourceCountsState | None = None):
+        self._open = {int(draw): source for draw, source in state['open'].items()} if state else {}
+        self._drawn = collections.Counter(state['drawn'] if state else {})  # since the start of the run
+        # since the last update: for any reason, by task.filter, and into the buffer
+        self._dropped = collections.Counter(state['dropped'] if state else {})
+        self._filtered = collections.Counter(state['filtered'] if state else {})
+        self._kept = collections.Counter(state['kept'] if state else {})
+
+    def note(self, event: Event) -> None:
+        """Counts a draw, and what becomes of its group."""
+        if event['kind'] == 'draw' and (source := event.get('source')):
+            self._open[event['draw']] = source
+            self._drawn[source] += 1
+        elif not self._open:
+            return
+        elif event['kind'] == 'buffer':
+            self._kept[self._open[event['draw']]] += 1
+        elif event['kind'] == 'drop':
+            source = self._open.pop(event['draw'])
+            self._dropped[source] += 1
+            self._filtered[source] += event['reason'] in BY_REWARD
+        elif event['kind'] == 'consume':
+            for draw in event['draws']:
+                del self._open[draw]
+
+    def take(self, record: StepRecord) -> dict[str, Value]:
+        """Returns the metrics of an update, and begins to count for the next one."""
+        found: dict[str, Value] = {}
+        trained = {source: _count_trained(record, groups) for source, groups in self._split(record).items()}
+        for source, groups in self._split(record).items():
+            own = _measure_groups(groups) | {
+                names.SOURCE_DRAWN: self._drawn[source],
+                names.SOURCE_DROPPED: self._dropped[source],
+                names.SOURCE_TOKENS: trained[source],
+            }
+            judged = self._filtered[source] + self._kept[source]
+            if record.filtered_rate is not None and judged:
+                own[names.SOURCE_FILTERED_RATE] = self._filtered[source] / judged
+            if sum(trained.values()):
+                own[names.SOURCE_TOKEN_SHARE] = trained[source] / sum(trained.values())
+            found |= {f'{names.SOURCE}{source}/{name}': value for name, value in own.items()}
+        self._dropped, self._filtered, self._kept = (collections.Counter[str]() for _ in range(3))
+        return found
+
+    def state(self) -> SourceCountsState:
+        """Returns the state as JSON values."""
+        return {
+            'open': {str(draw): source for draw, source in self._open.items()},
+            'drawn': dict(self._drawn),
+            'dropped': dict(self._dropped),
+            'filtered': dict(self._filtered),
+            'kept': dict(self._kept),
+        }
+
+    def _split(self, record: StepRecord) -> dict[str, list[TrajectoryGroup]]:
+        """The groups of the batch by source; of every source that was drawn so far."""
+        found: dict[str, list[TrajectoryGroup]] = {source: [] for source in sorted(self._drawn)}
+        for group in record.groups:
+            if source := group.trajectories[0].prompt.source:
+                found[source].append(group)
+        return found
+
+
+def _measure_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Value]:
+    heads = [row for group in groups for row in group.heads]
+    counts: dict[str, Value] = {
+        names.SOURCE_GROUPS: len(groups),
+        names.SOURCE_EQUAL: sum(group.has_equal_rewards() for group in groups),
+    }
+    if not heads:
+        return counts
+    return counts | {
+        names.SOURCE_REWARD: sum(row.reward for row in heads) / len(heads),
+        names.SOURCE_LENGTH: _count_generated(groups) / len(heads),
+    }
+
+
+def _count_trained(record: StepRecord, groups: Sequence[TrajectoryGroup]) -> int:
+    """Counts the tokens of the groups that the filter of equal rewards left, if it was on."""
+    is_filtering = number(record.metrics, names.UPDATE_FILTERED) or 0
+    return _count_generated([group for group in groups if not (is_filtering and group.has_equal_rewards())])
+
+
+def _count_generated(groups: Sequence[TrajectoryGroup]) -> int:
+    return sum(int(row.loss_mask.sum()) for group in groups for row in group.trajectories)
 
 
 # Counts the engines' work since the last update, from events, for its metrics.
@@ -153,6 +253,7 @@ class ObserverState(TypedDict):
     audited: int  # answers compared a second time since the last update
     disagreements: int  # of these
     checks: NotRequired[CodeChecksState]
+    sources: NotRequired[SourceCountsState]
     engines: EngineCountsState  # since the last update
     ledger: NotRequired[LedgerState | None]  # None, or absent: an earlier part of the run kept no ledger
     optimizer_steps: NotRequired[list[float]]  # OptimizerAges.state
@@ -188,6 +289,7 @@ class StepObserver:
         self._update_seconds: collections.deque[float] = collections.deque()  # of updates that are not published yet
         self._interruptions = self._compiled = self._audited = self._disagreements = 0
         self._checks = CodeChecks()
+        self._sources = SourceCounts()
         self._engines = EngineCounts()
         self.ledger: TokenLedger | None = TokenLedger()
         self._optimizer_ages = OptimizerAges()
@@ -198,6 +300,7 @@ class StepObserver:
         self.cpu_seconds_in_window = 0.0
 
     def on_event(self, event: Event) -> None:
+        self._sources.note(event)
         if self.ledger:
             self.ledger.apply(event)
         if self.energy:
@@ -244,6 +347,7 @@ class StepObserver:
                 **{f'{names.ADMISSION_HELD}{bound}': seconds for bound, seconds in record.held_s.items()},
                 **{f'{names.IDLE_SLOTS}{bound}': seconds for bound, seconds in record.idle_slots_s.items()},
             },
+            sources=self._sources.take(record),
             frictions={f'{names.FRICTION}{name}': value for name, value in record.frictions.items()},
             loop={name: value for name, value in optional.items() if value is not None},
             process={names.COMPILATIONS: compiled - self._compiled},
@@ -281,6 +385,7 @@ class StepObserver:
             'interruptions': self._interruptions,
             'audited': self._audited,
             'checks': self._checks.state(),
+            'sources': self._sources.state(),
             'disagreements': self._disagreements,
             'engines': self._engines.state(),
             'ledger': self.ledger.state() if self.ledger else None,
@@ -302,6 +407,7 @@ class StepObserver:
         if self.energy:
             self.energy.restore(state.get('energy'))
         self._checks = CodeChecks(state.get('checks'))
+        self._sources = SourceCounts(state.get('sources'))
         self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 
     def _counted(self, record: StepRecord) -> dict[str, Value]:
@@ -357,6 +463,12 @@ class Scores:
         print(
             f'accuracy {phase}: sampled {mean_sampled(scores) or 0:.3f}, greedy {mean_greedy(scores):.3f}', flush=True
         )
+        for source, own in scores.by_source().items():
+            print(
+                f'  {source}: sampled {mean_sampled(own) or 0:.3f}, greedy {mean_greedy(own):.3f} of '
+                f'{len(own.greedy)} problems',
+                flush=True,
+            )
 
     def add_version(self, row: VersionScores) -> None:
         """Writes the row to WORKDIR/evaluations.json and prints its means."""
@@ -367,7 +479,7 @@ class Scores:
         print(f'accuracy of version {row.version}: {means} ({row.seconds:.1f} s beside training)', flush=True)
 
     def _write(self) -> None:
-        known: files.JsonObject = {phase: dataclasses.asdict(scores) for phase, scores in self._by_phase.items()}
+        known: files.JsonObject = {phase: scores.as_values() for phase, scores in self._by_phase.items()}
         if self._curve:
             known[DURING] = [row.as_row() for row in self.curve]
         files.write_json(self._path, known, indent=None)
@@ -378,7 +490,13 @@ def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, f
     if scores is None:
         return {}
     row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}
-    known = {names.SAMPLED_ACCURACY: mean_sampled(scores), names.VISIBLE_ONLY_SHARE: visible_only_share(scores.labels)}
+    known: dict[str, float | None] = {
+        names.SAMPLED_ACCURACY: mean_sampled(scores),
+        names.VISIBLE_ONLY_SHARE: visible_only_share(scores.labels),
+    }
+    for source, own in scores.by_source().items():
+        row[f'{names.EVALUATION_OF}{source}/greedy_accuracy'] = mean_greedy(own)
+        known[f'{names.EVALUATION_OF}{source}/sampled_accuracy'] = mean_sampled(own)
     return row | {name: value for name, value in known.items() if value is not None}
 
 

@@ -40,6 +40,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import DECOUPLED_PPO, find_objective
+from areal_jax.config.sources import SOURCES
 from areal_jax.control.clocks.virtual import EndOfLogError, ReplayClock
 from areal_jax.control.event_writer import EventLog, Recording, ReplayError, find_starts, require_whole, truncate_events
 from areal_jax.errors import UserError
@@ -196,17 +197,20 @@ def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.Config
     """Returns the config of a start with the local paths; raises UserError for a missing or different file."""
     config = restore_config(start['config'], run.where(STARTS))
     for field, path in paths.items():
-        if field not in (TASK, SCHEDULE, PLAN, MODEL):
-            raise UserError(f'--data={field}={path}: {field} names no data; use {TASK}, {SCHEDULE}, {PLAN} or {MODEL}')
+        of_sources = [f'{SOURCES}.{name}.path' for name, own in config.task.sources.items() if 'path' in own]
+        if field not in (known := (TASK, *of_sources, SCHEDULE, PLAN, MODEL)):
+            raise UserError(f'--data={field}={path}: {field} names no data; use {", ".join(known[:-1])} or {known[-1]}')
         config.update_from_flattened_dict({field: _FORMS.get(field, '{}').format(path)})
-    for field, file in data_files(config.to_dict()).items():
+    for field, read in data_files(config.to_dict()).items():
         noted = start['data'].get(field)
-        if not file.is_file():
-            raise UserError(f'{field}: the run read {file}, which is not here: give it with --data={field}=FILE')
-        if noted and digest(file) != noted['sha256']:
+        for file in read:
+            if not file.is_file():
+                raise UserError(f'{field}: the run read {file}, which is not here: give it with --data={field}=FILE')
+        if noted and digest(read) != noted['sha256']:
+            revision = start.get('revisions', {}).get(field)
             raise UserError(
-                f'{field}: {file} is not the file that the run read (sha256 {noted["sha256"][:12]}...): give that one '
-                f'with --data={field}=FILE'
+                f'{field}: {read[0]} is not the file that the run read (sha256 {noted["sha256"][:12]}...): give that '
+                f'one with --data={field}=FILE' + (f', or name its revision {revision}' if revision else '')
             )
     config.update_from_flattened_dict(_QUIET)
     return config

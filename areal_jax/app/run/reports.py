@@ -31,7 +31,7 @@ from areal_jax.report.event_log import LaneInterval, Window, lane_intervals, loa
 from areal_jax.report.pages.blocks import Table, Text, render_markdown
 from areal_jax.report.pages.headline import LABEL, summarize_run
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
-from areal_jax.report.pages.run_page import describe_idle_fields, describe_prolongation
+from areal_jax.report.pages.run_page import describe_idle_fields, describe_prolongation, describe_revisions
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps, load_run, write_report
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
@@ -197,6 +197,7 @@ class SftFacts:
     peak_memory_bytes: int | None = None
     weights_sha256: str | None = None
     git_commit: str | None = None
+    revisions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as in RunFacts
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)
     planned_steps: int | None = None  # run.steps
@@ -269,6 +270,7 @@ def _render(report: files.JsonObject, metrics: Sequence[Line]) -> str:
         *(f'**Warning:** {warning}' for warning in report['warnings']),
         _what_ran(report, noun),
         *(describe_prolongation(prolongation) for prolongation in report['prolonged']),
+        describe_revisions(report['revisions']) if report['revisions'] else '',
         describe_idle_fields(report['idle_fields']) if report['idle_fields'] else '',
     ]
     table = _tabulate_pairs(report['held_out_pairs'], metrics) if pairs else _tabulate_likelihood(report)
@@ -410,6 +412,7 @@ class _Origin(TypedDict):
     """The fields of facts about the machine and code of a run, known since its start."""
 
     git_commit: str | None
+    revisions: Mapping[str, str]
     versions: Mapping[str, str]
     hardware: Mapping[str, object]
 
@@ -418,10 +421,15 @@ def _origin(workdir: pathlib.Path) -> _Origin:
     """Returns the origin of the newest start; empty if the run was killed before it noted a start."""
     starts = _read_starts(workdir)
     if not starts:
-        return {'git_commit': None, 'versions': {}, 'hardware': {}}
+        return {'git_commit': None, 'revisions': {}, 'versions': {}, 'hardware': {}}
     found = starts[-1]['environment']
     hardware = {name: found[name] for name in ('cores', 'machine', 'devices')}
-    return {'git_commit': found['commit'], 'versions': found['versions'], 'hardware': hardware}
+    return {
+        'git_commit': found['commit'],
+        'revisions': starts[-1].get('revisions', {}),
+        'versions': found['versions'],
+        'hardware': hardware,
+    }
 
 
 def _read_starts(workdir: pathlib.Path) -> list[Start]:

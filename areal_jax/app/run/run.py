@@ -20,6 +20,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.host import LearnerAround, UsedDevices, build_feed, build_tracker, headline
+from areal_jax.app.parts.task_builder import require_known_tasks
 from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.process.setup import require_extras
 from areal_jax.app.run.observer import Compilations
@@ -37,7 +38,7 @@ from areal_jax.app.workdir.run_directory import (
     start_again,
 )
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
-from areal_jax.config import TrackedConfig, validate
+from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
@@ -45,12 +46,12 @@ from areal_jax.control.lock_step import CopyVersion, VersionRing
 from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import DirectoryLock
+from areal_jax.hub import find_revisions
 from areal_jax.plugins import load_function
 from areal_jax.protocols import Channel, Learner, Pool
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, ResourceSampler
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.hook import FIELD as HOOK
@@ -58,7 +59,7 @@ from areal_jax.telemetry.hook import MetricsHook
 from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
-from areal_jax.telemetry.rollout_writer import Decode, RolloutWriter
+from areal_jax.telemetry.rollout_writer import RolloutWriter, Split
 from areal_jax.telemetry.trackers import TrackerFeed
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
@@ -98,6 +99,7 @@ class CommonFacts(TypedDict):
     wall_seconds: float
     peak_memory_bytes: int
     git_commit: str | None
+    revisions: Mapping[str, str]
     versions: Mapping[str, str]
     hardware: Mapping[str, object]
     prolonged: tuple[Mapping[str, int], ...]
@@ -193,12 +195,12 @@ class RunContext:
             self.feed.start([{STEP: 0, **before}, *rows] if before else rows)
         return metrics
 
-    def open_rollouts(self, step: int, decode: Decode) -> RolloutWriter | None:
+    def open_rollouts(self, step: int, split: Split) -> RolloutWriter | None:
         """Opens WORKDIR/rollouts, without the updates after `step`; None if telemetry.rollouts is '0'."""
         kept = self.config.telemetry.rollouts
         if kept.isdigit() and int(kept) == 0:
             return None
-        self.rollouts = self.own(RolloutWriter(self.workdir, decode, kept))
+        self.rollouts = self.own(RolloutWriter(self.workdir, split, kept))
         self.rollouts.start(step)
         return self.rollouts
 
@@ -255,6 +257,7 @@ class RunContext:
             'wall_seconds': time.monotonic() - self._started,
             'peak_memory_bytes': self.resources.peak_bytes,
             'git_commit': git_commit(),
+            'revisions': find_revisions(dict(flatten(self.config.as_dict()))),
             'versions': package_versions(),
             'hardware': {**hardware, 'platform': platform.platform()},
             'prolonged': tuple(read_prolongations(self.workdir)),
@@ -467,7 +470,7 @@ def require_sound(config: config_dict.ConfigDict) -> None:
     """Raises UserError for a config that breaks its rules, for a missing package, and for an unknown task."""
     validate(config)
     require_extras(config)
-    require_known(config.task.name)
+    require_known_tasks(config)
 
 
 class Program(Protocol):

@@ -62,7 +62,7 @@ class SftTraining:
         self._shows_progress = config.telemetry.progress
         self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
         self.metrics = context.open_metrics(self.step, before={})
-        self._rollouts = context.open_rollouts(self.step, model.tokenizer.decode)
+        self._rollouts = context.open_rollouts(self.step, model.tokenizer.split)
         self._traced = keep_rollouts(self.site.trace(self.learner), self.learner.read_tokens, self._rollouts)
         context.require_all_read()
 

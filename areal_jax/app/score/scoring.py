@@ -25,6 +25,7 @@ from areal_jax.app.score.answer_files import GivenAnswer, ProblemIndex, ScoreFil
 from areal_jax.config import TrackedConfig, flatten, validate_scoring
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError, Purpose
+from areal_jax.config.sources import SOURCES
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -32,7 +33,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.plugins import is_own, source_file
 from areal_jax.protocols import Event
-from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.tasks.scoring.verifier import InlineMixture, InlineVerifier, ProcessVerifier
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import Verdict
@@ -195,13 +196,13 @@ class Scoring:
         config = self._config
         self._progress.begin(f'preparing task {config.task.name}')
         tokenizer = describe_text_model(config).tokenizer
-        task = build_whole_task(config, tokenizer)
+        task = build_whole_task(config.task, tokenizer)
         self._index = ProblemIndex(task, config.run.seed)
         stall_s = config.task.verifier_deadline_s + _SPARE_S
         self._clock = RealClock({lanes.REWARD: config.task.verifier_workers}, EventLog(keeps=False), stall_s)
         self._supervisor = Supervisor(self._clock)
         sandbox = try_scorer_sandbox(config)
-        self._verifier: ProcessVerifier | InlineVerifier = build_verifier(
+        self._verifier: ProcessVerifier | InlineVerifier | InlineMixture = build_verifier(
             config, self._clock, task, tokenizer.decode, sandbox=sandbox
         )
         self._parts.callback(self._verifier.close)
@@ -326,6 +327,11 @@ def describe_scorer(config: TrackedConfig, task: Task, index: ProblemIndex) -> d
 def _adapt(config: config_dict.ConfigDict, workers: int | None, overrides: Collection[str]) -> config_dict.ConfigDict:
     """Returns a valid copy with `workers` workers. Raises ConfigError."""
     adapted = config.copy_and_resolve_references()
+    if sources := list(adapted.task.sources):
+        raise ConfigError(
+            f'{SOURCES} mixes {", ".join(sorted(sources))}, and answers to one task are scored: give a config whose '
+            'section task has that task alone'
+        )
     if workers is not None:
         if _WORKERS in overrides:
             raise ConfigError(

@@ -23,6 +23,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.files import read_json
+from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.hub import PREFIX, is_hub_name, locate_shape
 from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.event_log import load_events
 from areal_jax.simulation.drawn_answers import read_groups
@@ -54,6 +56,7 @@ from areal_jax.simulation.planner.neighbours import (
     predict,
     refine,
 )
+from areal_jax.simulation.prices import ModelShape, find_shape, shape_of
 from areal_jax.telemetry import names
 from areal_jax.telemetry.energy_meters import Energy
 
@@ -64,6 +67,23 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 16
 _CONFIG = 'config.json'
+
+
+def read_model(name: str) -> ModelShape:
+    """Returns the sizes of a published model, of a directory with a config.json, or of a model of the Hub.
+
+    Of a model of the Hub, 'hf:ORG/NAME', config.json alone is fetched. Raises ConfigError for an unknown name, HfError
+    for a model of an unknown kind, and HubError for a model of the Hub that cannot be had.
+    """
+    if not name.startswith(PREFIX):
+        if pathlib.Path(name).is_dir():
+            return shape_of(name, read_hf_config(name))
+        try:
+            return find_shape(name)
+        except ConfigError as error:
+            if not is_hub_name(name):
+                raise ConfigError(f'{error}, hf:ORG/NAME or a directory with a config.json') from None
+    return shape_of(name, read_hf_config(locate_shape('--model', name)))
 
 
 def read_answers(lengths: str, count: int, group_size: int | None, limit: int, prompt: int) -> Answers:

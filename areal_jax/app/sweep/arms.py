@@ -27,7 +27,7 @@ from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.workdir.run_list import CHECKPOINTS, ENDED, LOG, STARTED, SWEEP, describe_code, read_end
 from areal_jax.config import CONFIG, TrackedConfig, flatten
 from areal_jax.config.cluster import parse_learner
-from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.declarations import FIELDS, FREE, find_free
 from areal_jax.config.fields import ConfigError, Value
 from areal_jax.config.kinds import find_server
 from areal_jax.config.near_names import unknown_field
@@ -201,8 +201,11 @@ def _require_field(path: object, value: object) -> None:
         raise ConfigError(f"{path!r} is no field; write 'section.field': value")
     if path in FIELDS and path not in FREE:
         FIELDS[path].require_type(path, value)
-    elif (free := path.rpartition('.')[0]) in FREE:
-        FIELDS[free].require_type(free, {path.rpartition('.')[2]: value})
+    elif free := find_free(path):
+        nested = value
+        for name in reversed(path.removeprefix(f'{free}.').split('.')):
+            nested = {name: nested}
+        FIELDS[free].require_type(free, nested)
     else:
         raise unknown_field(path)
 

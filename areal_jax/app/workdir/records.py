@@ -10,7 +10,7 @@ import lzma
 import pathlib
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -20,7 +20,7 @@ from areal_jax import files
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
-from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.declarations import FIELDS, find_free, set_free
 from areal_jax.config.declarations import TASK as PROMPTS_OF_TASK
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import CHANNEL, SERVER
@@ -28,11 +28,13 @@ from areal_jax.config.near_names import read_saved, require_saved, unknown_field
 from areal_jax.config.objectives import FIELD as OBJECTIVE
 from areal_jax.config.objectives import find_objective, is_policy
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.sources import SOURCES, find_path, list_tasks
 from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.errors import UserError, show
 from areal_jax.events.records import fits
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
+from areal_jax.hub import find_revisions, is_hub_name, locate_dataset
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.report.event_log import parse_events
 from areal_jax.telemetry.facts import EVALUATIONS
@@ -87,18 +89,21 @@ def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> Non
 
 def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
     """Yields (field, spec) for each own function."""
-    fields = ['task.name', 'telemetry.hook']
-    fields.append(OBJECTIVE)
-    if find_objective(config.loss.objective).generates:
-        fields += ['task.reward', 'rollout.workflow', SERVER, CHANNEL]
+    generates = find_objective(config.loss.objective).generates
+    fields = ['telemetry.hook', OBJECTIVE]
+    if generates:
+        fields += ['rollout.workflow', SERVER, CHANNEL]
     if is_policy(config.loss.objective):
         fields.append('loss.advantage')
-    for field in fields:
-        section, _, name = field.partition('.')
-        spec = config[section][name]
+    named = {field: config[field.partition('.')[0]][field.partition('.')[2]] for field in fields}
+    for task in list_tasks(config).values():
+        named[find_path(task, 'name')] = task.name
+        if generates:
+            named[find_path(task, 'reward')] = task.reward
+    for field, spec in named.items():
         if is_own(spec):
             yield field, spec
-        elif field == 'task.reward' and spec:
+        elif field.endswith('.reward') and spec:
             load_function(spec, field)  # raises: there are no named rewards
 
 
@@ -137,6 +142,7 @@ class Start(TypedDict):
     # evaluations.json at that time: versions that earlier starts had evaluated after their last checkpoint
     evaluations: files.JsonObject | None
     sandbox: NotRequired[SandboxRecord | None]  # of the scorer; absent in records of earlier versions
+    revisions: NotRequired[Mapping[str, str]]  # as in RunFacts; absent likewise
 
 
 _REQUIRED = frozenset({'seq', 'config', 'environment', 'data'})  # of every version
@@ -147,6 +153,7 @@ _TYPES = {
     'data': Mapping[str, DataFile],
     'evaluations': Mapping[str, Any] | None,
     'sandbox': SandboxRecord | None,
+    'revisions': Mapping[str, str],
 }
 
 
@@ -168,14 +175,14 @@ def note_start(
     path = workdir / STARTS
     before = read_starts(path.read_bytes(), str(path)) if seq and path.exists() else []
     values = config.as_dict()
-    data = {field: DataFile(path=str(file), sha256=digest(file)) for field, file in data_files(values).items()}
+    data = {field: DataFile(path=str(read[0]), sha256=digest(read)) for field, read in data_files(values).items()}
     if weights is not None:
         data[MODEL] = DataFile(path=str(weights), sha256=sample_digest(weights))
     scores = workdir / EVALUATIONS
     evaluations = files.read_json(scores, _FIX) if scores.exists() else None
     start = Start(
         seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations,
-        sandbox=sandbox,
+        sandbox=sandbox, revisions=find_revisions(dict(flatten(values))),
     )  # fmt: skip
     kept = [earlier for earlier in before if earlier['seq'] < seq]
     files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
@@ -199,23 +206,40 @@ def read_starts(content: bytes, name: str) -> list[Start]:
     return starts
 
 
-def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
-    """Returns the files that a config names, by field, except the files of the model."""
-    found, simulation = {}, values.get('simulation', {})
-    has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
-    if values['task']['path'] and has_task:
-        found[TASK] = pathlib.Path(values['task']['path'])
+def task_paths(task: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the paths that the section `task` reads, by field: those of its sources, and the common one if used."""
+    sources = task.get('sources', {})
+    paths = {f'{SOURCES}.{name}.path': source['path'] for name, source in sources.items() if 'path' in source}
+    return paths if len(paths) >= max(1, len(sources)) else {TASK: task['path'], **paths}
+
+
+def data_files(values: Mapping[str, Any]) -> dict[str, Sequence[pathlib.Path]]:
+    """Returns the files that a config names, by field, except the files of the model: one, or those of a data set.
+
+    Raises HubError for a data set of the Hub that is not in the cache and cannot be fetched.
+    """
+    found: dict[str, Sequence[pathlib.Path]] = {}
+    simulation = values.get('simulation', {})
+    if not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK:
+        paths = {field: path for field, path in task_paths(values['task']).items() if path}
+        found = {
+            field: locate_dataset(field, path) if is_hub_name(path) else [pathlib.Path(path)]
+            for field, path in paths.items()
+        }
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
-        found[SCHEDULE] = pathlib.Path(match[1])
+        found[SCHEDULE] = [pathlib.Path(match[1])]
     if file := plan_file(values.get('cluster', {}).get('reallocate', OFF)):
-        found[PLAN] = file
+        found[PLAN] = [file]
     return found
 
 
-def digest(file: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file, in hex."""
-    with file.open('rb') as content:
-        return hashlib.file_digest(content, 'sha256').hexdigest()
+def digest(files_read: Iterable[pathlib.Path]) -> str:
+    """Returns the SHA-256 over the contents of files, one after another, in hex."""
+    found = hashlib.sha256()
+    for file in files_read:
+        with file.open('rb') as content:
+            hashlib.file_digest(content, lambda: found)
+    return found.hexdigest()
 
 
 def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:
@@ -226,12 +250,9 @@ def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigD
     config = default_config()
     for field, value in flatten(with_former(dict(values))):
         given = tuple(value) if isinstance(value, list) else value
-        free, _, key = field.rpartition('.')
         try:
-            if free in FREE:
-                section, _, name = free.partition('.')
-                with config[section][name].ignore_type():
-                    config[section][name][key] = given
+            if find_free(field):
+                set_free(config, field, given)
             elif field in FIELDS:
                 config.update_from_flattened_dict({field: given})
             else:

@@ -15,7 +15,7 @@ from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
-from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.declarations import FIELDS, find_free
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.near_names import FORMER, read_saved
 from areal_jax.errors import UserError
@@ -249,7 +249,7 @@ def _require_continuable(workdir: pathlib.Path, saved: Values, current: Values) 
             f'--resume: {workdir / CONFIG} is of an earlier version. {former} and start anew in another --workdir, or '
             'finish this run with the version that began it'
         )
-    options = [field for field in saved if field.rpartition('.')[0] in FREE]  # one of them may have been removed
+    options = [field for field in saved if find_free(field)]  # one of them may have been removed
     fixed = {field for field in (*current, *options) if not field.startswith(_MAY_CHANGE) and field != _STEPS}
     value = lambda config, field: repr(config[field]) if field in config else 'not set'
     if different := sorted(field for field in fixed if value(saved, field) != value(current, field)):

@@ -58,7 +58,7 @@ def work_metrics(
 
 def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, int]:
     """Operations of a training pass per token in the matrices of all layers, and per loss token in the head."""
-    matrices = [spec for spec in weight_table(config, lora).values() if spec.in_layers and len(spec.shape) > 1]
+    matrices = [spec for spec in weight_table(config, lora).values() if spec.multiplies]
     frozen = 4 if lora else 6
     cost = sum((6 if is_adapter(spec.path) else frozen) * _active(spec, config) for spec in matrices)
     return cost, frozen * config.vocab_size * config.d_model
@@ -68,14 +68,13 @@ def active_parameters(config: ModelConfig) -> int:
     """The number of weights that a token meets: all except the weights of experts that it does not reach."""
     table = weight_table(config, None).values()
     return sum(
-        _active(spec, config) if spec.in_layers and len(spec.shape) > 1 else math.prod(spec.shape) * len(spec.paths)
-        for spec in table
+        _active(spec, config) if '/experts/' in spec.path else math.prod(spec.shape) * len(spec.paths) for spec in table
     )
 
 
 def _active(spec: WeightSpec, config: ModelConfig) -> int:
     """The number of weights in all layers that a token meets; of experts, only the ones that it reaches."""
-    if len(spec.shape) == 2:
+    if '/experts/' not in spec.path:
         return math.prod(spec.shape) * len(spec.layers)
     assert config.experts is not None
     return config.experts.per_token * math.prod(spec.shape[1:]) * len(spec.layers)

@@ -35,6 +35,7 @@ class Backend:
     shares_prompts: bool  # parent_ids that differ from segment_ids
     windows: bool  # a sliding window
     slices: bool  # queries of a part of the row (context parallelism)
+    sinks: bool  # a logit more in the sum of each head's softmax
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     head_dim_step: int = 1
     max_head_dim: int | None = None
@@ -50,17 +51,19 @@ class Demand:
     shares_prompts: bool
     window: int | None
     slices: bool
+    sinks: bool = False
 
 
 # In 'dense', 'blocked' and 'pallas' a NaN or infinity stays within its segment, forward and backward.
 BACKENDS = {
-    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True),
-    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True),
-    'pallas': Backend(('gpu',), _FLOATS, True, True, True, min_capability=(8, 0), max_head_dim=256),
-    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False),
+    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
+    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
+    'pallas': Backend(('gpu',), _FLOATS, True, True, True, True, min_capability=(8, 0), max_head_dim=256),
+    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False, False),
     'cudnn': Backend(
         ('gpu',),
         ('bfloat16', 'float16'),
+        False,
         False,
         False,
         False,
@@ -85,6 +88,7 @@ def choose_implementation(
     shares_prompts: bool = False,
     window: int | None = None,
     slices: bool = False,
+    sinks: bool = False,
     excluded: Collection[str] = (),
 ) -> str:
     """The backend to use: the best one for 'auto', else `impl`, after checking that it supports the call.
@@ -93,13 +97,13 @@ def choose_implementation(
       platform: of jax.default_backend().
       tokens: of a row.
       head_dim, capability: of the model and of a CUDA device, see `local_device`; None = not checked.
-      shares_prompts, window, slices: features that the mask must express, see packed_attention.
+      shares_prompts, window, slices, sinks: features that the mask must express, see packed_attention.
       excluded: backends that 'auto' passes over.
 
     Raises AttentionError, naming the feature that `impl` lacks and a backend that has it.
     """
 
-    demand = Demand(dtype, head_dim, shares_prompts, window, slices)
+    demand = Demand(dtype, head_dim, shares_prompts, window, slices, sinks)
 
     def missing(name: str) -> str | None:
         return missing_feature(name, demand) or _missing_hardware(BACKENDS[name], platform, capability)
@@ -135,6 +139,8 @@ def missing_feature(impl: str, demand: Demand) -> str | None:
         return f'cannot express a sliding window (window={demand.window})'
     if demand.slices and not backend.slices:
         return 'cannot express a slice of the queries (first, or fewer queries than keys)'
+    if demand.sinks and not backend.sinks:
+        return 'cannot express attention sinks'
     if head_dim is not None and (head_dim % backend.head_dim_step or head_dim > (backend.max_head_dim or head_dim)):
         return (
             f'cannot take head size {head_dim} (at most {backend.max_head_dim}, a multiple of {backend.head_dim_step})'
@@ -182,6 +188,7 @@ def packed_attention(
     positions: jax.Array | None = None,
     window: int | None = None,
     first: jax.Array | int = 0,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scale q k') v over the visible tokens of a row: [Tq, H, D] for q [Tq, H, D], k and v [T, K, D].
@@ -198,6 +205,7 @@ def packed_attention(
       window: static, tokens, >= 1.
       first: the queries are the tokens first to first + Tq of the row (context parallelism). It may be traced; the
         caller must then keep it in range.
+      sinks: [H], one more logit in the sum of each head's softmax; it has no value.
       interpret: static; Pallas kernels run in the interpreter, for tests on a CPU.
 
     A backend without shared prompts raises for them if the ids are concrete; if they are traced, it returns NaN for
@@ -210,7 +218,7 @@ def packed_attention(
     parents = segments if parent_ids is segment_ids else parent_ids[None]
     return packed_rows_attention(
         q[None], k[None], v[None], segments, parents, scale=scale, impl=impl, positions=one_row, window=window,
-        first=first, interpret=interpret,
+        first=first, sinks=sinks, interpret=interpret,
     )[0]  # fmt: skip
 
 
@@ -226,6 +234,7 @@ def packed_rows_attention(
     positions: jax.Array | None = None,
     window: int | None = None,
     first: jax.Array | int = 0,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Applies packed_attention to R rows on one device: [R, Tq, H, D].
@@ -240,14 +249,15 @@ def packed_rows_attention(
         platform, capability = local_device()
         impl = choose_implementation(
             impl, platform=platform, capability=capability, tokens=k.shape[1], dtype=q.dtype, head_dim=q.shape[-1],
-            shares_prompts=shares, window=window, slices=slices,
+            shares_prompts=shares, window=window, slices=slices, sinks=sinks is not None,
         )  # fmt: skip
     known_to_share = shares and not _is_traced(segment_ids, parent_ids)
-    demand = Demand(q.dtype, q.shape[-1], known_to_share, window, slices)
+    demand = Demand(q.dtype, q.shape[-1], known_to_share, window, slices, sinks is not None)
     if reason := missing_feature(impl, demand):
         raise AttentionError(f'attention {impl!r} {reason}; use {able(lambda name: missing_feature(name, demand))}')
     ids = RowIds(segment_ids, parent_ids, positions if window else None, first)
-    out = _find_attention(impl)(q, k, v, ids, Setting(scale, window, interpret))
+    more = () if sinks is None else (sinks,)
+    out = _find_attention(impl)(q, k, v, ids, Setting(scale, window, interpret), *more)
     if shares and not BACKENDS[impl].shares_prompts:
         return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan)
     return out

@@ -39,6 +39,7 @@ def self_check(
     head_dim: int = 64,
     window: int | None = None,
     slices: bool = False,
+    sinks: bool = False,
     interpret: bool = False,
 ) -> float:
     """Compares a small packed row with a dense float64 softmax, forward and gradient, and raises if they differ.
@@ -47,7 +48,8 @@ def self_check(
     prompts, a second row has two answers that share their prompt.
 
     Args:
-      dtype, head_dim, window, slices: of the run, as for choose_implementation; the size of a window is not used.
+      dtype, head_dim, window, slices, sinks: of the run, as for choose_implementation; the size of a window is not
+        used.
       interpret: as for packed_attention.
 
     Returns the largest error of an output or gradient, relative to its largest value.
@@ -60,25 +62,27 @@ def self_check(
     first, count = (_FIRST, _QUERIES) if slices else (0, _TOKENS)
     window, scale = None if window is None else _WINDOW, head_dim**-0.5
     part = slice(first, first + count)
+    logits = jnp.asarray(rng.normal(size=_HEADS), dtype) if sinks else None
 
     # on a CPU almost all of the time is compilation, a third of it optimisation, which does not pay for two runs
     options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
 
     @functools.partial(jax.jit, compiler_options=options)
     def run(first: jax.Array, segments: jax.Array, parents: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
             return packed_attention(
                 q, k, v, segments, parents, scale=scale, impl=impl, positions=positions, window=window,
-                first=first if slices else 0, interpret=interpret,
+                first=first if slices else 0, sinks=sinks[0] if sinks else None, interpret=interpret,
             )  # fmt: skip
 
-        out, pull = jax.vjp(attend, q[part], k, v)
+        out, pull = jax.vjp(attend, q[part], k, v, *(() if logits is None else (logits,)))
         return out, *pull(d_out[part])
 
     errors = []
     for row, segments, parents, positions in _rows(BACKENDS[impl].shares_prompts):
         seen = _seen(segments, parents, positions, window)
-        expected = _dense([np.asarray(x, np.float64) for x in (q, k, v, d_out)], seen, scale, part)
+        arrays = [np.asarray(x, np.float64) for x in (q, k, v, d_out)]
+        expected = _dense(arrays, seen, scale, part, None if logits is None else np.asarray(logits, np.float64))
         try:
             found = jax.device_get(run(jnp.int32(first), segments, parents, positions))  # a GPU fails here, not before
         except AttentionError:
@@ -86,7 +90,7 @@ def self_check(
         except Exception as error:  # kernels and private modules of jax fail in many ways, a missing name among them
             reason = str(error) or type(error).__name__
             raise AttentionError(f'attention {impl!r} does not run here: {reason}; {_way_out(impl)}') from error
-        for name, value, reference in zip(('output', *_GRADIENTS), found, expected, strict=True):
+        for name, value, reference in zip(('output', *_GRADIENTS)[: len(found)], found, expected, strict=True):
             what, measured = f'{name} of {row}', np.asarray(value, np.float64)
             errors.append(_compare(impl, what, measured, reference, jnp.dtype(dtype).name))
     return max(errors)
@@ -100,6 +104,7 @@ def choose_checked(
     head_dim: int,
     window: int | None = None,
     slices: bool = False,
+    sinks: bool = False,
 ) -> tuple[str, tuple[str, ...]]:
     """(the backend to use on this device, why 'auto' rejected faster ones); see choose_implementation.
 
@@ -112,12 +117,12 @@ def choose_checked(
     while True:
         name = choose_implementation(
             impl, platform=platform, capability=capability, tokens=tokens, dtype=dtype, head_dim=head_dim,
-            window=window, slices=slices, excluded=excluded,
+            window=window, slices=slices, sinks=sinks, excluded=excluded,
         )  # fmt: skip
         try:
             _check_once(
                 name, BACKENDS[name], (platform, capability), jax_settings(),
-                jnp.dtype(dtype).name, head_dim, window is not None, slices,
+                jnp.dtype(dtype).name, head_dim, window is not None, slices, sinks,
             )  # fmt: skip
             return name, tuple(excluded.values())
         except AttentionError as error:
@@ -136,11 +141,13 @@ def _check_once(
     head_dim: int,
     has_window: bool,
     slices: bool,
+    sinks: bool,
 ) -> None:
-    self_check(impl, dtype=dtype, head_dim=head_dim, window=_WINDOW if has_window else None, slices=slices)
+    window = _WINDOW if has_window else None
+    self_check(impl, dtype=dtype, head_dim=head_dim, window=window, slices=slices, sinks=sinks)
 
 
-_GRADIENTS = ('gradient of q', 'gradient of k', 'gradient of v')
+_GRADIENTS = ('gradient of q', 'gradient of k', 'gradient of v', 'gradient of the sinks')
 
 
 def _rows(shares_prompts: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
@@ -168,7 +175,9 @@ def _seen(segments: np.ndarray, parents: np.ndarray, positions: np.ndarray, wind
     return seen if window is None else seen & (positions[:, None] - positions < window)
 
 
-def _dense(arrays: list[np.ndarray], seen: np.ndarray, scale: float, part: slice) -> tuple[np.ndarray, ...]:
+def _dense(
+    arrays: list[np.ndarray], seen: np.ndarray, scale: float, part: slice, sinks: np.ndarray | None
+) -> tuple[np.ndarray, ...]:
     """Output and gradients by definition, for the queries of `part`; arrays are q, k, v and d_out."""
     q, k, v, d_out = arrays
     q, d_out, seen = q[part], d_out[part], seen[part]
@@ -176,12 +185,19 @@ def _dense(arrays: list[np.ndarray], seen: np.ndarray, scale: float, part: slice
     k, v = (np.repeat(x, q.shape[1] // groups, axis=1) for x in (k, v))
     scores = np.where(seen, np.einsum('tnd,snd->nts', q, k) * scale, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - scores.max(axis=-1, keepdims=True))
+    weights /= total
     d_weights = np.einsum('tnd,snd->nts', d_out, v)
-    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True)) * scale
+    overlap = (weights * d_weights).sum(axis=-1, keepdims=True)
+    d_scores = weights * (d_weights - overlap) * scale
     d_k, d_v = np.einsum('nts,tnd->snd', d_scores, q), np.einsum('nts,tnd->snd', weights, d_out)
     d_k, d_v = (x.reshape(len(x), groups, -1, x.shape[-1]).sum(axis=2) for x in (d_k, d_v))
-    return np.einsum('nts,snd->tnd', weights, v), np.einsum('nts,snd->tnd', d_scores, k), d_k, d_v
+    found = np.einsum('nts,snd->tnd', weights, v), np.einsum('nts,snd->tnd', d_scores, k), d_k, d_v
+    if sinks is None:
+        return found
+    return *found, -((1 - weights.sum(axis=-1, keepdims=True)) * overlap).sum(axis=(1, 2))
 
 
 def _compare(impl: str, what: str, found: np.ndarray, expected: np.ndarray, dtype: str) -> float:

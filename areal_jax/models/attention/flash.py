@@ -168,9 +168,18 @@ _Saved = tuple[Rows, Keys, jax.Array, jax.Array]  # the last two are out and log
 
 
 def attend(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, queries: QueryIds, keys: KeyIds, setting: Setting
+    kernel: Kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    queries: QueryIds,
+    keys: KeyIds,
+    setting: Setting,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scale q k') v over the visible keys: [Lq, H, D] for q [Lq, H, D], k and v [L, K, D].
+
+    With `sinks` [H] the softmax of a head has one more logit, which has no value.
 
     An input that is NaN or infinite gives NaN wherever a visible pair depends on it, forward and backward, and nowhere
     else. Output and log-sum-exp have names for `jax.checkpoint_policies.save_only_these_names`.
@@ -178,7 +187,11 @@ def attend(
     n_queries, heads, dim = q.shape
     groups = k.shape[1]
     q = q.reshape(n_queries, groups, heads // groups, dim).transpose(1, 2, 0, 3)
-    out = _attention(q, k.transpose(1, 0, 2), v.transpose(1, 0, 2), queries, keys, kernel, setting)
+    inputs = q, k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+    if sinks is None:
+        out = _attention(*inputs, queries, keys, kernel, setting)
+    else:
+        out = _attention_with_sinks(*inputs, sinks.reshape(groups, -1), queries, keys, kernel, setting)
     return out.transpose(2, 0, 1, 3).reshape(n_queries, heads, dim)
 
 
@@ -214,6 +227,44 @@ def _backward(kernel: Kernel, setting: Setting, saved: _Saved, d_out: jax.Array)
 
 
 _attention.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attention_with_sinks(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel,
+    setting: Setting,
+) -> jax.Array:  # fmt: skip
+    return _forward_with_sinks(q, k, v, sinks, queries, keys, kernel, setting)[0]
+
+
+def _forward_with_sinks(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel,
+    setting: Setting,
+) -> tuple[jax.Array, tuple[_Saved, jax.Array]]:  # fmt: skip
+    """A sink is a key without a value: it lowers the output by sigmoid(log-sum-exp - sink) and is part of the sum.
+
+    With that output and that log-sum-exp the kernels' backward pass is the gradient of q, k and v as it is.
+    """
+    _, (rows, columns, out, lse) = _forward(q, k, v, queries, keys, kernel, setting)
+    logits = sinks.astype(jnp.float32)[..., None]
+    out = (out * jax.nn.sigmoid(lse - logits)[..., None]).astype(out.dtype)
+    lse = jnp.logaddexp(lse, logits)
+    out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return out, ((rows, columns, out, lse), sinks)
+
+
+def _backward_with_sinks(
+    kernel: Kernel, setting: Setting, saved: tuple[_Saved, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    attended, sinks = saved
+    *_, out, lse = attended
+    weights = jnp.exp(sinks.astype(jnp.float32)[..., None] - lse)  # of the sink, [K, G, Lq]
+    d_sinks = -jnp.sum(weights * jnp.sum(d_out.astype(jnp.float32) * out, axis=-1), axis=-1)
+    d_q, d_k, d_v, *_ = _backward(kernel, setting, attended, d_out)
+    return d_q, d_k, d_v, d_sinks.astype(sinks.dtype), None, None
+
+
+_attention_with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
 
 
 def tile_scores(rows: Rows | GradientRows, keys: Keys, seen: jax.Array, scale: float) -> jax.Array:
@@ -304,14 +355,16 @@ def _kernel(tokens: int, heads: int, interpret: bool) -> Callable[..., jax.Array
         )  # fmt: skip
 
 
-def attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+def attend_dense(
+    q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting, sinks: jax.Array | None = None
+) -> jax.Array:
     """`attend` row by row, with scores [R, H, Tq, T] in memory: [R, Tq, H, D]."""
 
     def row(
         q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, parent: jax.Array, position: jax.Array | None
     ) -> jax.Array:
         one = RowIds(segment[None], parent[None], None if position is None else position[None], ids.first)
-        return attend(Kernel(forward_dense, backward_dense), q, k, v, *stream_ids(one, len(q)), setting)
+        return attend(Kernel(forward_dense, backward_dense), q, k, v, *stream_ids(one, len(q)), setting, sinks)
 
     axes = (0, 0, 0, 0, 0, None if ids.position is None else 0)
     return jax.vmap(row, in_axes=axes)(q, k, v, ids.segment, ids.parent, ids.position)
@@ -335,7 +388,9 @@ BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, becau
 _SHORT_ROW = 2048  # tokens
 
 
-def attend_blocked(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+def attend_blocked(
+    q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting, sinks: jax.Array | None = None
+) -> jax.Array:
     """`attend` by tiles, [R, Tq, H, D]; its time is proportional to the number of visible tiles."""
     queries, keys = stream_ids(ids, q.shape[1])
     shape = q.shape
@@ -345,7 +400,7 @@ def attend_blocked(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, settin
     padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, 0))) for x in (k, v))
     queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
-    return attend(_KERNELS[block], padded, k, v, queries, keys, setting)[: len(q)].reshape(shape)
+    return attend(_KERNELS[block], padded, k, v, queries, keys, setting, sinks)[: len(q)].reshape(shape)
 
 
 def side_of_tile(row_tokens: int) -> int:

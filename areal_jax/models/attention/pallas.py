@@ -42,7 +42,9 @@ _TILE_BYTES = 16384  # of one block of vectors: the four blocks of a backward ti
 _MIN_DIM = 16  # smallest axis of a product on tensor cores
 
 
-def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+def attend_rows(
+    q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting, sinks: jax.Array | None = None
+) -> jax.Array:
     """`flash.attend` over rows end to end, [R, Tq, H, D].
 
     Pads tokens to whole blocks, and D to a power of two, which Triton requires.
@@ -56,7 +58,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
     padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, more_dim)))
     k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, more_dim))) for x in (k, v))
     queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
-    out = flash.attend(Kernel(forward, backward), padded, k, v, queries, keys, setting)
+    out = flash.attend(Kernel(forward, backward), padded, k, v, queries, keys, setting, sinks)
     return out[: len(q), :, :dim].reshape(shape)
 
 

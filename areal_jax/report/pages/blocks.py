@@ -6,6 +6,7 @@ web_page.py shows the same sections as HTML.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
@@ -182,7 +183,19 @@ class Folded:
     table: Table
 
 
-Block: TypeAlias = Text | Items | Table | Tiles | Grid | Absent | Folded
+@dataclasses.dataclass(frozen=True)
+class TokenView:
+    """Answers whose tokens are coloured; token_page.py makes the view, token_view.html draws it."""
+
+    view: Mapping[str, object]
+
+    @property
+    def json(self) -> str:
+        """The view, without a character that could end the script around it."""
+        return json.dumps(self.view, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
+
+
+Block: TypeAlias = Text | Items | Table | Tiles | Grid | Absent | Folded | TokenView
 
 
 @dataclasses.dataclass(frozen=True)

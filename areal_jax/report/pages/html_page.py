@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from areal_jax.files import JsonObject
-from areal_jax.report.pages import charts
+from areal_jax.report.pages import charts, token_page
 from areal_jax.report.pages.blocks import Absent, Block, Chart, Folded, Grid, Table, Text
 from areal_jax.report.pages.curves import CURVES, SPLIT, curve_points, describe_undrawn
 from areal_jax.report.pages.headline import describe_state
@@ -35,11 +35,19 @@ def tell_answers(workdir: pathlib.Path) -> Iterator[Block]:
         yield _TO_TRACKER
     elif records := read_rollouts(workdir):
         yield Text(
-            'The best and the worst of the kept answers of three updates. `areal-rollouts RUN` shows all of them.'
+            'The best and the worst of the kept answers of three updates. `areal-rollouts RUN` shows all of them, and '
+            f'{_describe_page(workdir)} with tokens coloured by version, age, ratio, clip or advantage.'
         )
         yield Table(_HEAD, [_make_row(one) for one in choose_samples(records)])
     else:
         yield _NONE
+
+
+def _describe_page(workdir: pathlib.Path) -> str:
+    """The page of coloured tokens, as a link if it was written."""
+    if (workdir / token_page.FILE).exists():
+        return f'[{token_page.FILE}]({token_page.FILE}) has them'
+    return '`areal-rollouts RUN --page` writes a page of them'
 
 
 def choose_samples(records: Sequence[JsonObject]) -> list[GivenAnswer]:

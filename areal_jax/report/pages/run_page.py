@@ -37,6 +37,7 @@ from areal_jax.report.pages.blocks import (
 from areal_jax.report.pages.energy_section import describe_energy, tabulate_energy
 from areal_jax.report.pages.headline import lacks_evaluation, tell_headline
 from areal_jax.report.report_keys import Groups, Report, Time
+from areal_jax.report.sources import tabulate_source_scores, tabulate_sources
 from areal_jax.report.token_fates import describe_censoring, tabulate_censoring, tabulate_fates
 from areal_jax.telemetry.progress import format_bytes, format_gibibytes, format_number, format_percent
 from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox
@@ -59,6 +60,7 @@ def tell_sections(report: Report, charts: Charts = lambda section: ()) -> list[S
         Section('headline', 'At a glance', [Tiles(tell_headline(report))]),
         Section('warnings', 'Caveats', [Items(report['warnings']) or no_caveat]),
         Section('learning', 'Learning', [*charts('learning'), *_learning(report)]),
+        *_sources(report),
         Section('answers', 'Answers', [*charts('answers')]),
         Section('speed', 'Speed and limit', [*bound, *charts('speed'), *_speed(report)]),
         *([Section('energy', 'Energy', energy)] if any(energy) else []),
@@ -104,6 +106,17 @@ def _learning(report: Report) -> Iterable[Block]:
     yield Text(describe_cost(report) if report['evaluation_cache_bytes'] is not None else '')
     yield _what_it_learnt(report)
     yield tabulate_code(report['code'])
+
+
+def _sources(report: Report) -> list[Section]:
+    """The section of a mixture; [] for a run of one task."""
+    if not (rows := report.get('sources')):
+        return []
+    told = Text(
+        'A source has its share of the draws by weight; its share of the trained groups is smaller where more of its '
+        'groups are dropped.'
+    )
+    return [Section('sources', 'Sources', [told, tabulate_sources(rows), tabulate_source_scores(rows)])]
 
 
 def _speed(report: Report) -> Iterable[Block]:
@@ -183,10 +196,17 @@ def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
     ends = ' or '.join(f'`{text}` (token {token})' for token, text in report['ends'].items())
     sentences += [f'An answer ends with {ends}.'] if ends else []
+    sentences += [describe_revisions(report['revisions'])] if report['revisions'] else []
     sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
     sentences += [describe_idle_fields(report['idle_fields'])] if report['idle_fields'] else []
     return ' '.join(sentences)
+
+
+def describe_revisions(revisions: Mapping[str, str]) -> str:
+    """The sentence on models and data sets of the Hub, by the field that names each."""
+    named = ', '.join(f'{field} at revision {_code(commit)}' for field, commit in revisions.items())
+    return f'From the Hugging Face Hub: {named}.'
 
 
 def describe_idle_fields(fields: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.installation import describe_install
-from areal_jax.report.pages.blocks import Block, Grid, Section, Tone
+from areal_jax.report.pages.blocks import Block, Grid, Section, TokenView, Tone
 from areal_jax.report.pages.colors import dark_colors
 from areal_jax.report.pages.figures import draw_chart, new_updates
 from areal_jax.report.pages.slot_figure import draw_slots
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bokeh.models import UIElement
 
 LIBRARY, EXTRA = 'bokeh', 'plots'
-_TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
+_TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')  # includes others of its folder
 
 
 def describe_missing_library(file: str) -> str:
@@ -40,30 +40,38 @@ def render_web_page(
     title: str, head: Sequence[Block], sections: Sequence[Section], state: tuple[str, Tone] | None = None
 ) -> str:
     """The page as HTML; `head` goes above the links to the sections, the run's `state` next to the title."""
-    from bokeh.document import Document
-    from bokeh.embed import components
-    from bokeh.resources import Resources
     from markupsafe import Markup
 
-    grids = [block for section in sections for block in section.blocks if isinstance(block, Grid)]
-    figures = {name: figure for grid in grids for name, figure in _draw(grid).items()}
-    document = Document()
-    with document.models.freeze():  # else Bokeh searches every figure again for each other one
-        for figure in figures.values():
-            document.add_root(figure)
-    script, divisions = components(figures) if figures else ('', {})
-    assert isinstance(divisions, dict)
-    library = Resources(mode='inline', components=['bokeh', 'bokeh-gl']).render_js() if figures else ''
+    blocks = [block for section in sections for block in section.blocks]
+    grids = [block for block in blocks if isinstance(block, Grid)]
+    library, script, divisions = _embed(grids) if grids else ('', '', {})
     return _template().render(
         title=title,
         head=head,
         sections=sections,
         state=state,
         figures={name: Markup(division) for name, division in divisions.items()},
-        colors=dark_colors() if figures else {},
+        colors=dark_colors() if divisions else {},
         library=Markup(library),
         script=Markup(script),
+        has_tokens=any(isinstance(block, TokenView) for block in blocks),
     )
+
+
+def _embed(grids: Sequence[Grid]) -> tuple[str, str, dict[str, str]]:
+    """Returns (Bokeh itself, the script that draws, the element of each figure) as HTML."""
+    from bokeh.document import Document
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    figures = {name: figure for grid in grids for name, figure in _draw(grid).items()}
+    document = Document()
+    with document.models.freeze():  # else Bokeh searches every figure again for each other one
+        for figure in figures.values():
+            document.add_root(figure)
+    script, divisions = components(figures)
+    assert isinstance(divisions, dict)
+    return Resources(mode='inline', components=['bokeh', 'bokeh-gl']).render_js(), script, divisions
 
 
 def _draw(grid: Grid) -> dict[str, UIElement]:
@@ -78,13 +86,15 @@ def _draw(grid: Grid) -> dict[str, UIElement]:
 def _template() -> jinja2.Template:
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    loader = jinja2.FileSystemLoader(_TEMPLATE.parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters['code'] = _mark_code
-    return environment.from_string(_TEMPLATE.read_text())
+    return environment.get_template(_TEMPLATE.name)
 
 
 def _mark_code(text: str) -> markupsafe.Markup:
-    """Escapes the text and marks text between backticks as code."""
+    """Escapes the text, marks text between backticks as code, and [FILE](FILE) as a link to a file in the folder."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', str(escape(text))))
+    linked = re.sub(r'\[([\w.-]+)\]\(\1\)', r'<a href="\1">\1</a>', str(escape(text)))
+    return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', linked))

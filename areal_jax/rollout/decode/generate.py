@@ -157,10 +157,15 @@ class Generate:
             return EngineState(stepped.cache, columns), stepped.logits, stepped.sums, stepped.columns
 
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            layer: LayerCache,
+            window: int | None,
+            sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, LayerCache]:
             layer = self.attention.write(layer, k, v, block, offset)
-            return self.attention.attend(q, layer, batch.table, lengths, window), layer
+            return self.attention.attend(q, layer, batch.table, lengths, window, sinks), layer
 
         routing = Routing(self.mix, valid=rows.live)
         hidden, layers, routed = self.decoder.hidden_and_routes(
@@ -328,15 +333,20 @@ class Placement:
         """Extends `attend` to all heads: each device computes its heads; call inside jax.jit."""
         if self.mesh is None:
             return attend
-        in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self.layer), (_HEADS, self.layer)
+        in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self.layer, PartitionSpec(_AXIS)), (_HEADS, self.layer)
 
         def whole(
-            q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            layer: LayerCache,
+            window: int | None,
+            sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, LayerCache]:
-            own = lambda q, k, v, layer: attend(q, k, v, layer, window)
+            own = lambda q, k, v, layer, sinks: attend(q, k, v, layer, window, sinks)
             # check_vma=False: kernels do not declare how their results vary over devices
             run = jax.shard_map(own, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-            return run(q, k, v, layer)
+            return run(q, k, v, layer, sinks)
 
         return whole
 
@@ -372,7 +382,8 @@ def place(
         sizes.block_tokens,
         sizes.table_blocks,
         dtype,
-        windows=any(config.window(layer) is not None for layer in range(config.n_layers)),
+        windows=config.windows != {None},
+        sinks=config.sinks,
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
     rows, rejected_rows = choose_row_attention(config, dtype.name)

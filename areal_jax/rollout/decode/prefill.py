@@ -76,7 +76,7 @@ def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention,
     """
     if local_device()[0] == 'cpu':
         return BLOCKED_ROWS, ()
-    windows = {config.window(layer) is not None for layer in range(config.n_layers)}
+    windows = {window is not None for window in config.windows}
     chosen, rejected = dict[tuple[bool, bool], str](), dict[str, None]()
     for windowed, has_prior in _KINDS:
         if windowed not in windows:
@@ -88,6 +88,7 @@ def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention,
             head_dim=config.head_dim,
             window=1 if windowed else None,
             slices=has_prior,
+            sinks=config.sinks,
         )
         chosen[windowed, has_prior] = name
         rejected |= dict.fromkeys(reasons)
@@ -327,10 +328,15 @@ def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]
     lengths = jnp.where(jnp.arange(tokens) < packed.wanted, packed.positions + 1, 0)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: LayerCache,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         layer = attention.write(layer, k, v, packed.blocks, packed.offsets)
-        return attention.attend_pieces(q, layer, packed.tables, packed.starts, lengths, window), layer
+        return attention.attend_pieces(q, layer, packed.tables, packed.starts, lengths, window, sinks), layer
 
     return attend
 
@@ -341,7 +347,12 @@ def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packe
     prior = len(segments) - len(sources)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: LayerCache,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         # written first: a read before the write would make XLA copy the cache
         layer = attention.write(layer, k, v, packed.blocks, packed.offsets)
@@ -353,7 +364,7 @@ def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packe
         ids = segments if impl in _OWN else jnp.maximum(segments, 0)
         out = packed_attention(
             q, k, v, ids, ids, scale=q.shape[-1] ** -0.5, impl=impl, positions=packed.row_positions, window=window,
-            first=prior,
+            first=prior, sinks=sinks,
         )  # fmt: skip
         return out.at[packed.places].get(mode='promise_in_bounds'), layer
 

@@ -64,7 +64,8 @@ def answer_logprobs(
     own = hidden[:, length:].reshape(groups, size, read, width)
     predicting = jnp.concatenate([last, own], axis=2)  # [E, G, A, d]
     flat = predicting.reshape(-1, width)
-    logprobs, entropy = compute(flat, setting.decoder.head(params), answers.reshape(-1), temperature)
+    head, cap = setting.decoder.head(params), setting.decoder.config.logit_cap
+    logprobs, entropy = compute(flat, head, answers.reshape(-1), temperature, cap=cap)
     return logprobs.reshape(groups, -1), entropy.reshape(groups, -1)
 
 

@@ -13,7 +13,7 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -32,7 +32,7 @@ from areal_jax.tasks.scoring.score_call import (
     shorten_reason,
     to_reward,
 )
-from areal_jax.tasks.scoring.worker import DescribeEpisode, complete_episode, takes_episode
+from areal_jax.tasks.scoring.worker import DescribeEpisode, complete_episode, join_scorers, takes_episode
 from areal_jax.tasks.task import Problem, Scorer, TaskError, hash_fraction
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
@@ -136,7 +136,7 @@ _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[np.ndarray], str]
-StartWorker = Callable[[str, int], WorkerProcess]  # (scorer, memory_mb)
+StartWorker = Callable[[str, int], WorkerProcess]  # (worker.join_scorers, memory_mb)
 
 
 class VerifierError(UserError, RuntimeError):
@@ -196,6 +196,40 @@ class InlineVerifier:
         return verdict
 
 
+class InlineMixture:
+    """Scores each answer with the inline verifier of its source."""
+
+    def __init__(self, of_sources: Mapping[str, InlineVerifier]):
+        self._of_sources = of_sources
+
+    @property
+    def attempts_by_label(self) -> collections.Counter[str]:
+        return collections.Counter(
+            label for verifier in self._of_sources.values() for label in verifier.attempts_by_label.elements()
+        )
+
+    def launch(self) -> None:
+        """Does nothing: there are no workers."""
+
+    def start(self) -> None:
+        """Scores the trials. Raises VerifierError if one fails."""
+        for verifier in self._of_sources.values():
+            verifier.start()
+
+    def close(self) -> None:
+        """Does nothing: there are no workers."""
+
+    async def verify(
+        self,
+        prompt: Prompt,
+        answer: np.ndarray | str,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
+        """Returns the verdict of the source of the prompt; see InlineVerifier.verify."""
+        return await self._of_sources[prompt.source].verify(prompt, answer, finish_reason, describe_episode)
+
+
 def describe_answer(
     prompt: Prompt, text: str, finish_reason: FinishReason, decode: Decode, describe_episode: DescribeEpisode | None
 ) -> JsonObject:
@@ -209,6 +243,17 @@ def _trial_failed(scorer: str, error: Exception) -> VerifierError:
         f'the scorer {scorer} fails at an empty answer to the first problem: {shorten_reason(str(error))}; it must '
         'give every answer a number'
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskScoring:
+    """How the answers to one task, the only one or a source of a mixture, are scored in worker processes."""
+
+    scorer: str  # 'module:function' or '/path/to/file.py:function'
+    trial: Problem | None = None  # whose empty answer is scored at the start
+    references: Sequence[Problem] = ()  # whose answers must be scored 'ok' at the start
+    audit: Audit | None = None  # compares a share of the scored answers a second time, which changes no reward
+    with_episode: bool = False  # the scorer has a parameter `episode` (worker.takes_episode)
 
 
 @dataclasses.dataclass(eq=False)
@@ -234,16 +279,14 @@ class ProcessVerifier:
     again, `attempts` times at most. If the scorer raises or returns no reward ('error'), it would do so again, so there
     is no further attempt.
 
-    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see worker.limit_memory. `audit`
-    compares a share of the scored answers a second time, which changes no reward. The answer of each of `references`
-    must be scored 'ok' at the start. `with_episode`: the scorer has a parameter `episode`
-    (worker.takes_episode).
+    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see worker.limit_memory. Every worker scores
+    the answers of all `scorings`, which are by `Prompt.source`; that of the only task is under ''.
     """
 
     def __init__(
         self,
         clock: Clock,
-        scorer: str,
+        scorings: Mapping[str, TaskScoring],
         decode: Decode,
         *,
         workers: int,
@@ -252,10 +295,6 @@ class ProcessVerifier:
         memory_mb: int,
         start_deadline_s: float = 120.0,
         lane: str = LANE,
-        trial: Problem | None = None,
-        references: Sequence[Problem] = (),
-        audit: Audit | None = None,
-        with_episode: bool = False,
         start_worker: StartWorker = WorkerProcess,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
@@ -265,7 +304,8 @@ class ProcessVerifier:
             )
         self.attempts_by_label: collections.Counter[str] = collections.Counter()
         self._clock, self._lane = clock, lane
-        self._scorer = scorer
+        self._scorings = scorings
+        self._scorers = join_scorers({source: scoring.scorer for source, scoring in scorings.items()})
         self._decode = decode
         self._n_workers = workers
         self._is_closed = False
@@ -273,9 +313,6 @@ class ProcessVerifier:
         self._start_deadline_s = start_deadline_s
         self._attempts = attempts
         self._memory_mb = memory_mb
-        self._trial, self._references = trial, references
-        self._audit = audit
-        self._with_episode = with_episode
         self._start_worker = start_worker
         self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
         self._free: collections.deque[_Slot] = collections.deque()
@@ -301,16 +338,18 @@ class ProcessVerifier:
                 slot.worker.wait_until_ready(end_s)
         except (OSError, WorkerDiedError) as error:
             raise self._not_started(error) from error
-        if self._trial is not None:
-            self._try_out(self._free[0].worker, self._trial)
-        if self._references:
-            self._require_references(self._free[0].worker)
+        for source, scoring in self._scorings.items():
+            if scoring.trial is not None:
+                self._try_out(self._free[0].worker, source, scoring, scoring.trial)
+        for source, scoring in self._scorings.items():
+            if scoring.references:
+                self._require_references(self._free[0].worker, source, scoring.references)
 
     def _not_started(self, error: Exception) -> VerifierError:
         """Ends the workers that have been started; returns the error to raise."""
         self.close()
         return VerifierError(
-            f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
+            f'no worker for the scorer {self._scorers!r} within {self._start_deadline_s} s: {error} '
             f'(task.verifier_memory_mb={self._memory_mb})'
         )
 
@@ -334,7 +373,8 @@ class ProcessVerifier:
         """Returns the verdict on an answer (tokens or a text). The reward 0 of a failed one is not a score."""
         text = answer if isinstance(answer, str) else self._decode(answer)
         request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
-        if self._with_episode:
+        request |= _name_source(prompt.source)
+        if self._scorings[prompt.source].with_episode:
             request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
         waiting = len(self._queue)
         slot = await self._take_slot()
@@ -348,9 +388,9 @@ class ProcessVerifier:
         finally:
             self._release_slot(slot)
 
-    def _try_out(self, worker: WorkerProcess, problem: Problem) -> None:
-        request = {'draw': 0, 'problem': dict(problem), 'text': '', 'finish_reason': 'stop'}
-        if self._with_episode:
+    def _try_out(self, worker: WorkerProcess, source: str, scoring: TaskScoring, problem: Problem) -> None:
+        request = {'draw': 0, 'problem': dict(problem), 'text': '', 'finish_reason': 'stop', **_name_source(source)}
+        if scoring.with_episode:
             request['episode'] = complete_episode({}, problem, str, '', 'stop')
         try:
             reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
@@ -360,15 +400,16 @@ class ProcessVerifier:
         except TimeoutError as error:
             self.close()
             late = ScoringError(f'it takes more than task.verifier_deadline_s={self._deadline_s:g}')
-            raise _trial_failed(self._scorer, late) from error
+            raise _trial_failed(scoring.scorer, late) from error
         except (ScoringError, WorkerDiedError, TypeError, ValueError, OverflowError) as error:
             self.close()
-            raise _trial_failed(self._scorer, error) from error
+            raise _trial_failed(scoring.scorer, error) from error
 
-    def _require_references(self, worker: WorkerProcess) -> None:
-        print(f'checking {len(self._references)} reference solutions', flush=True)
-        for problem in self._references:
+    def _require_references(self, worker: WorkerProcess, source: str, references: Sequence[Problem]) -> None:
+        print(f'checking {len(references)} reference solutions', flush=True)
+        for problem in references:
             request = {'draw': 0, 'problem': dict(problem), 'text': problem['answer'], 'finish_reason': 'stop'}
+            request |= _name_source(source)
             try:
                 reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
             except (TimeoutError, WorkerDiedError) as error:
@@ -387,9 +428,10 @@ class ProcessVerifier:
             )
 
     def _audited(self, verdict: Verdict, prompt: Prompt, request: JsonObject) -> Verdict:
-        if self._audit is None or verdict.failed or request['finish_reason'] != 'stop':
+        audit = self._scorings[prompt.source].audit
+        if audit is None or verdict.failed or request['finish_reason'] != 'stop':
             return verdict
-        return dataclasses.replace(verdict, audit=self._audit.check(prompt, request['text'], verdict.reward))
+        return dataclasses.replace(verdict, audit=audit.check(prompt, request['text'], verdict.reward))
 
     async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
         try:
@@ -433,7 +475,7 @@ class ProcessVerifier:
         self._workers = [worker for worker in self._workers if not worker.is_gone()]
         if self._is_closed:
             raise VerifierError('the verifier was closed while an answer was being scored')
-        self._workers.append(self._start_worker(self._scorer, self._memory_mb))
+        self._workers.append(self._start_worker(self._scorers, self._memory_mb))
         return self._workers[-1]
 
     async def _take_slot(self) -> _Slot:
@@ -461,3 +503,8 @@ class ProcessVerifier:
         ticket = self._queue.popleft()
         ticket.slot = slot
         ticket.turn.set()
+
+
+def _name_source(source: str) -> JsonObject:
+    """The part of a request that says which of several scorers it is for."""
+    return {'source': source} if source else {}

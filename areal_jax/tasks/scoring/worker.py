@@ -8,7 +8,8 @@ every process that the scorer started. Its child runs the scorer in a new sessio
 {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...}, one line out:
 {"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer that could not be
 judged. A reward comes with "label" unless it is 'ok', and with "reason", "cpu_s", "wall_s" if known. A scorer with a
-parameter `episode` gets "episode" of the line, {"messages": ...}. This process adds {"crash": "reason"} when the child
+parameter `episode` gets "episode" of the line, {"messages": ...}. If SCORER names the scorers of a mixture, as JSON
+by source, "source" of the line says which one is asked. This process adds {"crash": "reason"} when the child
 has ended.
 
 When stdin closes, the worker finishes the requests that it has received. When stdout closes too, or the parent dies, it
@@ -77,12 +78,12 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, 
     """Loads the scorer, then scores until `requests` is closed. Raises SandboxError and errors of loading the scorer.
 
     Args:
-      scorer: 'module:function' or '/path/to/file.py:function'.
+      scorer: 'module:function', '/path/to/file.py:function', or several of these, see `join_scorers`.
       memory_mb: see `limit_memory`.
       requests, replies: file descriptors, inherited by no child process.
       level: of the sandbox in which it scores, but is not loaded; 'none' = it has the rights of the user. If the
-        scorer's module has `start_sandbox`, that gets level and `readable`; the scorer confines the code that it runs,
-        and is not confined itself.
+        module of a scorer has `start_sandbox`, that gets level and `readable`; the scorer confines the code that it
+        runs, and neither it nor another scorer of this process is confined itself.
       readable: files and folders of packages that answers to such a scorer can import; any other scorer can read all
         that is installed except problems with solutions.
     """
@@ -92,22 +93,40 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, 
     os.register_at_fork(after_in_child=lambda: _close_quietly(requests, replies))
     # Line buffering shows the output of a scorer that hangs. backslashreplace lets it print lone surrogates.
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
-    score = load_scorer(scorer)
+    specs = split_scorers(scorer)
+    scorers = {source: load_scorer(spec) for source, spec in specs.items()}
     _end_fork(own_pid)
-    start_sandbox = getattr(load_module(scorer, 'scorer'), 'start_sandbox', None)
-    if start_sandbox:
-        start_sandbox(level, readable)
+    starts = [getattr(load_module(spec, 'scorer'), 'start_sandbox', None) for spec in dict.fromkeys(specs.values())]
+    if any(starts):
+        for start_sandbox in filter(None, starts):
+            start_sandbox(level, readable)
     elif level in CONFINING:
         confine(choose_confinement(0, level, list_installed()))  # limit_memory bounds the heap
     write_whole(replies, b'{"ready": true}\n')
     with os.fdopen(requests, 'rb', closefd=False) as lines:
         for line in lines:
-            reply = reply_to(score, line)
+            reply = reply_to(_choose_scorer(scorers, line), line)
             _end_fork(own_pid)
             for stream in (sys.stdout, sys.stderr):  # a scorer may have closed or replaced them
                 with contextlib.suppress(Exception, SystemExit):
                     stream.flush()
             write_whole(replies, json.dumps(reply).encode() + b'\n')
+
+
+def join_scorers(scorers: Mapping[str, str]) -> str:
+    """The argument SCORER of a worker from the scorers by source; that of the only task, under '', is as it is."""
+    return scorers[''] if '' in scorers else json.dumps(scorers)
+
+
+def split_scorers(text: str) -> dict[str, str]:
+    """Inverts `join_scorers`."""
+    return json.loads(text) if text.startswith('{') else {'': text}
+
+
+def _choose_scorer(scorers: Mapping[str, Scorer], line: bytes) -> Scorer:
+    if '' in scorers:
+        return scorers['']
+    return scorers[json.loads(line)['source']]
 
 
 def load_scorer(spec: str) -> Scorer:

@@ -296,8 +296,10 @@ def rows_of(text):
 
 def test_qwen3_30b_is_cut_over_experts_and_fsdp_and_nothing_is_drawn(monkeypatch):
     monkeypatch.setattr(Decoder, 'init', lambda *_: pytest.fail('weights were drawn'))
-    config = load_config('configs/qwen3_30b_a3b.py')
-    config.cluster.learner, config.cluster.engines = 'fsdp=2,expert=2', '1 x expert=4'
+    config = load_config('configs/clusters/qwen3_30b_a3b_h100.py')
+    config.model.path = 'configs/shapes/qwen3_30b_a3b'
+    config.cluster.learner, config.cluster.engines = 'hosts=1 x fsdp=2,expert=2', '1 x expert=4'
+    config.rollout.server = 'own'
     config.learner.rows_per_microbatch = 4
     rows = rows_of(text := describe_run(config))
     assert '30.53 billion weights, a token reaches 3.35 billion; learner fsdp=2, expert=2, 1 engines' in text
@@ -307,8 +309,14 @@ def test_qwen3_30b_is_cut_over_experts_and_fsdp_and_nothing_is_drawn(monkeypatch
     size = 4 * (experts / 4 + (30.532e9 - experts) / 2) / 1e9
     assert rows['weights'] == f'weights {size:.4g} GB'
     assert rows['optimizer'] == f'optimizer {2 * size:.4g} GB'
-    # 48 layers, keys and values of 4 heads of 128 in bfloat16, 32 sequences of 9,216 and one block for padding
-    assert rows['KV cache'] == f'KV cache {2 * 48 * 4 * 128 * 2 * (32 * 9216 + 64) / 1e9:.4g} GB'
+    # 48 layers, keys and values of 4 heads of 128 in bfloat16, 160 sequences of 8,192 and one block for padding
+    assert rows['KV cache'] == f'KV cache {2 * 48 * 4 * 128 * 2 * (160 * 8192 + 128) / 1e9:.4g} GB'
+
+
+def test_servers_of_others_are_not_described():
+    config = load_config('configs/clusters/qwen3_8b_h100_sglang.py')
+    config.model.path = 'configs/shapes/qwen3_8b'
+    assert 'learner fsdp=8, 0 engines' in describe_run(config)
 
 
 def test_a_dense_model_that_learns_from_data_has_no_engines():

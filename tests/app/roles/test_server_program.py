@@ -1,5 +1,6 @@
 """areal_jax.app.roles.server_program and its two programs: their command lines, and how they end without a server."""
 
+import json
 import sys
 
 import pytest
@@ -84,3 +85,44 @@ def test_an_interpreter_without_torch_is_refused_by_name(tmp_path):
         UserError, match=rf'{python} cannot import torch \(ModuleNotFoundError.*AREAL_JAX_SGLANG_PYTHON'
     ):
         sglang_server.has_gpu(str(python))
+
+
+def answer_versions(tmp_path, monkeypatch, program, **versions):
+    """An interpreter, in the place of the program's own, that has packages of these versions."""
+    python = tmp_path / 'python'
+    python.write_text(
+        f"#!/bin/bash\necho '{json.dumps({name.replace('_', '-'): v for name, v in versions.items()})}'\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv(program.interpreter.variable, str(python))
+    return python
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_an_interpreter_of_the_tested_version_is_accepted_on_its_devices(tmp_path, monkeypatch, module):
+    program = module.PROGRAM
+    gpu, cpu = program.packages[0], program.packages[-1]
+    answer_versions(tmp_path, monkeypatch, program, **{gpu: program.version, 'torch': '2.14.1'})
+    module.require_version(True)
+    answer_versions(tmp_path, monkeypatch, program, **{cpu: f'{program.version}+x', 'torch': '2.13.0+cpu'})
+    module.require_version(False)
+    with pytest.raises(
+        UserError, match=r'for CPUs \(torch 2\.13\.0\+cpu\), and the nodes have GPUs: make one with'
+    ) as it:
+        module.require_version(True)
+    assert f'`bash {program.interpreter.script} --gpu FOLDER`' in str(it.value)
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_another_version_or_none_is_refused_with_the_command_that_makes_one(tmp_path, monkeypatch, module):
+    program = module.PROGRAM
+    fix = rf'make one with `bash {program.interpreter.script} --gpu`, or name one in {program.interpreter.variable}'
+    for versions, has in (({program.packages[0]: '0.4.0'}, r'0\.4\.0'), ({'numpy': '2.0'}, 'no version')):
+        python = answer_versions(tmp_path, monkeypatch, program, **versions)
+        says = rf'{python} has {has} of {program.interpreter.title}, and {program.version} is .*: {fix}$'
+        with pytest.raises(UserError, match=says):
+            module.require_version(True)
+    monkeypatch.setenv(program.interpreter.variable, str(tmp_path / 'nowhere'))
+    with pytest.raises(UserError, match=rf'nowhere is none: {fix}$'):
+        module.require_version(True)
+    module.require_version(True, [f'export {program.interpreter.variable}=/only/on/nodes'])

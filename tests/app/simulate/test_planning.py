@@ -1,5 +1,6 @@
 """Plans that are simulated by the production loop, on few answers."""
 
+import dataclasses
 import json
 import shlex
 
@@ -21,10 +22,14 @@ from areal_jax.app.simulate.planning import (
 from areal_jax.config import validate
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
+from areal_jax.formats.hf_config import hf_config
+from areal_jax.models.families import ModelConfig
 from areal_jax.simulation.planner.advice import count_devices, describe_lengths, make_setting
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, predict
-from areal_jax.simulation.prices import H800, QWEN3_0_6B, R1_DISTILL_7B, R1_DISTILL_32B
+from areal_jax.simulation.prices import H800, QWEN3_0_6B, R1_DISTILL_7B, R1_DISTILL_32B, shape_of
+from tests.stub_hub import COMMIT, serving
 
+QWEN3_SHAPE = ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, 1e6, family='qwen3', qk_norm=True)
 WORDS = ['--cluster=4 x H800', '--model=Qwen3-0.6B', '--lengths=lognormal(60, 0.5)', '--answers=16', '--group_size=4']
 
 
@@ -186,6 +191,7 @@ def test_lines_are_words_of_a_shell():
         ('--cluster=4 x H801', "the chip 'H801' is not known"),
         ('--cluster=0 x H800', '0 devices are too few'),
         ('--model=Qwen9', "the model 'Qwen9' is not known"),
+        ('--model=Qwen9', 'Qwen3-30B-A3B, hf:ORG/NAME or a directory with a config.json'),
         ('--model=R1-distill-32B', 'is too small for R1-distill-Qwen-32B: an engine takes 4'),
         ('--answers=18', '--answers=18 is no multiple of --group_size=4'),
         ('--lengths=nowhere', 'is no distribution'),
@@ -202,6 +208,39 @@ def test_what_cannot_be_planned_is_one_sentence(changed, said, capsys):
     shown = capsys.readouterr().err
     assert said in shown
     assert shown.count('\n') == 1
+
+
+def test_a_plan_for_a_model_of_the_hub_fetches_its_config_alone(tmp_path, monkeypatch, capsys, planned):
+    from huggingface_hub import constants
+
+    shape, asked = json.dumps(hf_config(QWEN3_SHAPE)).encode(), []
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+    monkeypatch.chdir(tmp_path)
+
+    def plan(setting, **_):
+        asked.append(setting)
+        return planned
+
+    monkeypatch.setattr('areal_jax.app.simulate.planning.find_plan', plan)
+    files = {'config.json': shape, 'tokenizer.json': b'{}', 'model.safetensors': b'weights'}
+    with serving({'org/tiny': {COMMIT: files}}) as server:
+        monkeypatch.setattr(constants, 'ENDPOINT', server.address)
+        monkeypatch.setattr(
+            constants, 'HUGGINGFACE_CO_URL_TEMPLATE', server.address + '/{repo_id}/resolve/{revision}/{filename}'
+        )
+        words = [word for word in WORDS if not word.startswith('--model')]
+        for name in ('hf:org/tiny', 'org/tiny'):
+            assert main_plan.main([*words, f'--model={name}']) == ExitCode.FINISHED
+        read = {path.rpartition('/')[2] for path in server.asked if '/resolve/' in path}
+        assert read == {'config.json'}
+        assert main_plan.main([*words, '--model=org/missing']) == ExitCode.USER_ERROR
+        said = capsys.readouterr().err
+        assert "--model='org/missing', which is no file or directory here: the Hub has no model org/missing" in said
+    (tmp_path / 'a').mkdir()
+    (tmp_path / 'a' / 'config.json').write_bytes(shape)
+    assert main_plan.main([*words, '--model=a']) == ExitCode.FINISHED
+    expected = dataclasses.replace(shape_of('hf:org/tiny', QWEN3_SHAPE), name='')
+    assert [dataclasses.replace(setting.shape, name='') for setting in asked] == [expected] * 3
 
 
 def write_log(run, groups, **fields):

@@ -217,7 +217,9 @@ def test_a_log_must_hold_a_batch(tmp_path, simulated):
         simulate(tmp_path, simulation__answers=f'log({simulated})', learner__groups_per_update=64)
 
 
-@pytest.mark.parametrize('name', ['quickstart', 'tiny_moe', 'qwen3_30b_a3b', 'recipes/grpo', 'recipes/ppo_critic'])
+@pytest.mark.parametrize(
+    'name', ['quickstart', 'tiny_moe', 'clusters/qwen3_8b_h100', 'recipes/grpo', 'recipes/ppo_critic']
+)
 def test_the_config_of_a_run_needs_prices_and_engines_alone(tmp_path, name):
     """Neither its model nor the file of its task is there, and it has routes of experts, a critic, or evaluations."""
     config = load_config(f'configs/{name}.py')

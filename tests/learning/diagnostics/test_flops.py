@@ -12,7 +12,7 @@ import pytest
 from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.measurement import attention_flops, matrix_flops, work_metrics
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import Experts, LayerKind, ModelConfig
 from areal_jax.models.weights import Lora, is_adapter
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
@@ -55,7 +55,9 @@ def test_adapters_by_hand():
 def test_attention_by_hand():
     # scores and weighted values: 2 matrix products of 2 * H * D * T operations forward, twice that backward, 3 layers
     assert attention_flops(SHAPE, 7) == 3 * (2 * 2 * 4 * 2 * 7) * 3
-    window = dataclasses.replace(SHAPE, sliding_window=5, first_window_layer=1)  # layers 1 and 2 see 5 of 7 tokens
+    window = dataclasses.replace(
+        SHAPE, kinds=(LayerKind(), LayerKind(5), LayerKind(5))
+    )  # layers 1 and 2 see 5 of 7 tokens
     assert attention_flops(window, 7) == 12 * 4 * 2 * (7 + 5 + 5)
 
 

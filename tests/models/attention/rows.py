@@ -56,17 +56,24 @@ def seen_by(segment, parent, positions=POSITIONS, window=None):
     return seen
 
 
-def by_loops(q, k, v, seen, d_out=None):
-    """Output, or with d_out also the gradients of q, k and v, token by token and head by head, in float64."""
+def by_loops(q, k, v, seen, d_out=None, sinks=None):
+    """Output, or with d_out also the gradients of q, k and v, token by token and head by head, in float64.
+
+    With sinks [N] also their gradient: each is one more score of its head, whose weight multiplies no value.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, d_q, d_k, d_v = np.zeros(q.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    d_sinks = np.zeros(q.shape[1])
     for t in range(len(q)):
         near = np.flatnonzero(seen[t])
         for head in range(q.shape[1]):
             group = head // (q.shape[1] // k.shape[1])
             scores = k[near, group] @ q[t, head] * SCALE
+            if sinks is not None:
+                scores = np.append(scores, sinks[head])
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
+            weights, of_sink = weights[: len(near)], weights[len(near) :]
             out[t, head] = weights @ v[near, group]
             if d_out is not None:
                 d_weights = v[near, group] @ d_out[t, head]
@@ -74,20 +81,27 @@ def by_loops(q, k, v, seen, d_out=None):
                 d_q[t, head] = d_scores @ k[near, group]
                 d_k[near, group] += np.outer(d_scores, q[t, head])
                 d_v[near, group] += np.outer(weights, d_out[t, head])
-    return out if d_out is None else (out, d_q, d_k, d_v)
+                d_sinks[head] -= of_sink.sum() * (weights @ d_weights)
+    if d_out is None:
+        return out
+    return (out, d_q, d_k, d_v) if sinks is None else (out, d_q, d_k, d_v, d_sinks)
 
 
 @functools.partial(jax.jit, static_argnames=('impl', 'window'))  # one program for all tests of an implementation
-def attend(q, k, v, segment, parent, impl, positions=None, window=None, first=0):
+def attend(q, k, v, segment, parent, impl, positions=None, window=None, first=0, sinks=None):
     first = first if len(q) < len(k) else 0
     return packed_attention(
         q, k, v, segment, parent, scale=SCALE, impl=impl, positions=positions, window=window, first=first,
-        interpret=impl in INTERPRETED,
+        sinks=sinks, interpret=impl in INTERPRETED,
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=('impl', 'window'))
-def pull_back(q, k, v, d_out, segment, parent, impl, positions=None, window=None, first=0):
-    """Output and gradients of q, k and v for the gradient d_out of the output."""
-    out, pull = jax.vjp(lambda *x: attend(*x, segment, parent, impl, positions, window, first), q, k, v)
+def pull_back(q, k, v, d_out, segment, parent, impl, positions=None, window=None, first=0, sinks=None):
+    """Output and gradients of q, k and v, and of sinks if there are some, for the gradient d_out of the output."""
+
+    def run(q, k, v, *sinks):
+        return attend(q, k, v, segment, parent, impl, positions, window, first, *sinks)
+
+    out, pull = jax.vjp(run, q, k, v, *(() if sinks is None else (sinks,)))
     return out, *pull(jnp.asarray(d_out, out.dtype))

@@ -9,12 +9,27 @@ import pytest
 from areal_jax.models.attention import check, flash
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.models.attention.check import choose_checked, self_check
-from tests.models.attention.rows import INTERPRETED, runs_here
+from tests.models.attention.rows import INTERPRETED, runs_anything, runs_here
 
 
 @runs_here
 def test_a_right_backend_passes(impl):
     self_check(impl, dtype=jnp.float32, head_dim=16, interpret=impl in INTERPRETED)
+
+
+@runs_anything
+def test_a_right_backend_passes_with_sinks(impl):
+    self_check(impl, dtype=jnp.float32, head_dim=16, sinks=True, interpret=impl in INTERPRETED)
+
+
+def no_sink_gradient(attend):
+    return lambda q, k, v, ids, setting, sinks: attend(q, k, v, ids, setting, jax.lax.stop_gradient(sinks))
+
+
+def test_sinks_without_a_gradient_are_refused(monkeypatch):
+    monkeypatch.setattr(flash, 'attend_dense', no_sink_gradient(flash.attend_dense))
+    with pytest.raises(AttentionError, match='gradient of the sinks of a packed row is off by'):
+        self_check('dense', dtype=jnp.float32, head_dim=16, sinks=True)
 
 
 @pytest.mark.parametrize('features', [{'window': 4096}, {'slices': True}], ids=['window', 'slices'])
@@ -107,17 +122,26 @@ def test_a_run_on_this_machine_gets_a_checked_backend():
 def test_a_process_checks_once_what_passes_and_again_what_fails(monkeypatch):
     checked = []
 
-    def note(impl, *, dtype, head_dim, window, slices):
-        checked.append((impl, dtype, head_dim, window is not None, slices))
+    def note(impl, *, dtype, head_dim, window, slices, sinks):
+        checked.append((impl, dtype, head_dim, window is not None, slices, sinks))
 
     monkeypatch.setattr(check, 'self_check', note)
     facts = {'tokens': 300, 'dtype': 'float32', 'head_dim': 1234}  # of no other test
-    for changes in ({}, {'tokens': 400}, {'dtype': jnp.float32}, {'window': 8}, {'window': 9}, {'slices': True}, {}):
+    for changes in (
+        {},
+        {'tokens': 400},
+        {'dtype': jnp.float32},
+        {'window': 8},
+        {'window': 9},
+        {'slices': True},
+        {'sinks': True},
+        {},
+    ):
         assert choose_checked('auto', **facts | changes) == ('blocked', ())
     with jax.default_matmul_precision('bfloat16'):
         choose_checked('auto', **facts)
-    without, windowed, sliced = (False, False), (True, False), (False, True)
-    assert checked == [('blocked', 'float32', 1234, *mask) for mask in (without, windowed, sliced, without)]
+    without, windowed, sliced, sunk = (False,) * 3, (True, False, False), (False, True, False), (False, False, True)
+    assert checked == [('blocked', 'float32', 1234, *mask) for mask in (without, windowed, sliced, sunk, without)]
 
     def fail(*_, **__):
         checked.append('fails')
@@ -127,4 +151,4 @@ def test_a_process_checks_once_what_passes_and_again_what_fails(monkeypatch):
     for _ in range(2):
         with pytest.raises(AttentionError, match='wrong'):
             choose_checked('blocked', **facts | {'head_dim': 4321})
-    assert checked[4:] == ['fails', 'fails']
+    assert checked[5:] == ['fails', 'fails']

@@ -60,6 +60,17 @@ def test_a_window_equals_brute_force(segment, parent, impl):
 
 
 @runs_anything
+@pytest.mark.parametrize('window', [None, 13])
+def test_sinks_are_one_more_score_of_each_head(impl, window):
+    # 9 is above most scores: the sums of head 3 are nearly its sink alone
+    inputs, sinks = tensors(), np.array([-3.0, 0.0, 2.0, 9.0], np.float32)
+    expected = by_loops(*inputs, seen_by(*SHARED, POSITIONS, window), cotangent(), sinks)
+    ours = pull_back(*inputs, cotangent(), *SHARED, impl, POSITIONS, window, sinks=sinks)
+    for found, loops in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(found, loops, atol=1e-6 * np.abs(loops).max())
+
+
+@runs_anything
 def test_slices_of_the_queries_make_up_the_whole(impl):
     # three devices with 50 queries each, every one with all keys; gradients of keys add up over devices
     q, k, v = tensors()

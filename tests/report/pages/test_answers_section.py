@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.report.pages.blocks import Absent, Table, Text
 from areal_jax.report.pages.html_page import choose_samples, tell_answers
+from areal_jax.report.pages.web_page import render_web_page
 from tests.telemetry.test_rollout_views import answer, group
 from tests.telemetry.test_rollout_writer import write
 
@@ -60,3 +61,14 @@ def test_a_run_that_keeps_none_says_so(tmp_path: pathlib.Path):
     (block,) = tell_answers(tmp_path)
     assert isinstance(block, Absent)
     assert 'No answer is kept' in block.text
+
+
+def test_the_page_of_tokens_is_linked_where_it_was_written(tmp_path: pathlib.Path):
+    write(tmp_path, range(1, 3))
+    text, _ = tell_answers(tmp_path)
+    assert '`areal-rollouts RUN --page` writes' in text.text
+    (tmp_path / 'rollouts.html').write_text('')
+    text, _ = tell_answers(tmp_path)
+    page = render_web_page('tiny', [text, Text('[../x](../x) [a.html](b.html)')], [])
+    assert '<a href="rollouts.html">rollouts.html</a>' in page
+    assert page.count('<a href') == 1

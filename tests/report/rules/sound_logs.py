@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_jax.files import JsonObject
 from areal_jax.report.rules.log_rules import Limits
-from areal_jax.tasks.scoring.verifier import ProcessVerifier
+from areal_jax.tasks.scoring.verifier import ProcessVerifier, TaskScoring
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
 from tests.control.test_reallocation import toy_run
 from tests.report.rules.toy_logs import LIMITS, Events, log_of, real_clock
@@ -66,8 +66,8 @@ class ScriptedDeaths:
 
     def make_verifier(self, clock: Any) -> ProcessVerifier:
         verifier = ProcessVerifier(
-            clock, 'toys:score', lambda tokens: ''.join(map(chr, 65 + tokens)), workers=2, deadline_s=5.0, attempts=3,
-            memory_mb=1, start_worker=lambda *_: ScriptedWorker(self),
+            clock, {'': TaskScoring('toys:score')}, lambda tokens: ''.join(map(chr, 65 + tokens)), workers=2,
+            deadline_s=5.0, attempts=3, memory_mb=1, start_worker=lambda *_: ScriptedWorker(self),
         )  # fmt: skip
         verifier.start()
         return verifier

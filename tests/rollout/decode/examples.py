@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
 from areal_jax.types import GenerationRequest, SamplingParams
@@ -17,8 +17,8 @@ CONTEXT = 24
 DECODER = Decoder(
     ModelConfig(vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, rope_theta=1e4)
 )
-WINDOWED = Decoder(dataclasses.replace(DECODER.config, sliding_window=4))
-PARTLY_WINDOWED = Decoder(dataclasses.replace(DECODER.config, sliding_window=4, first_window_layer=1))
+WINDOWED = Decoder(dataclasses.replace(DECODER.config, kinds=(LayerKind(4),)))
+PARTLY_WINDOWED = Decoder(dataclasses.replace(DECODER.config, kinds=(LayerKind(), LayerKind(4))))
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 
 

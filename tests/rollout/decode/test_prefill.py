@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
 from areal_jax.rollout.decode.attention.choose import NativeAttention
@@ -34,8 +34,8 @@ BLOCKS = 40  # of a cache
 ATTENTION = GatherAttention(1)
 CONFIG = dataclasses.replace(TWO_LAYERS.config, n_layers=3)  # the keys of the third show the attention of the second
 DECODER = Decoder(CONFIG)
-WINDOWED = Decoder(dataclasses.replace(CONFIG, sliding_window=40))
-PARTLY_WINDOWED = Decoder(dataclasses.replace(CONFIG, sliding_window=40, first_window_layer=1))
+WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(40),)))
+PARTLY_WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(), LayerKind(40))))
 any_block = pytest.mark.parametrize('block_tokens', [16, 24, 64, 100])
 
 

@@ -9,6 +9,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora
 from areal_jax.rollout.decode.jax_backend import JaxScoring
 from areal_jax.rollout.scoring import ScoringRequest
+from tests.models import family_examples
 from tests.native import needs_kernels
 from tests.rollout.decode.examples import (
     DECODER,
@@ -88,3 +89,22 @@ def test_adapters_are_refused():
     adapted = Decoder(DECODER.config, lora=Lora(rank=2, alpha=1.0, targets=('query',)))
     with pytest.raises(ConfigError, match=r"weights='int8' with adapters of rank 2: .* use 'published'"):
         build(adapted, weights='int8')
+
+
+@pytest.mark.parametrize('name', [name for name in family_examples.NAMES if name != 'gpt_oss'])
+def test_dense_families_decode_what_their_layers_in_8_bits_compute(name):
+    # of gpt-oss the experts are not quantized: refused as for every model with experts
+    config = family_examples.CONFIGS[name]
+    params = family_examples.draw(config)
+    wanted = {0: request(prompt=np.arange(40, 51), new=10), 1: request(3, prompt=[7], new=12)}
+    one = build(Decoder(config), weights='int8')
+    decoding = Decoding(one, params)
+    decoding.start(wanted)
+    decoding.finish()
+    plain = Decoder(config, tokens='int8_rows')
+    for number, asked in wanted.items():
+        about = decoding.tokens(number), len(asked.prompt_tokens)
+        expected = forward_logprobs(*about, params=plain.prepare(params), decoder=plain)
+        np.testing.assert_allclose(decoding.logprobs(number), expected, atol=2e-4)
+        exact = forward_logprobs(*about, params=params, decoder=Decoder(config))
+        assert np.abs(decoding.logprobs(number) - exact).max() > 1e-4

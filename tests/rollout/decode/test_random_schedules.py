@@ -27,6 +27,7 @@ from areal_jax.rollout.cache_table import CacheTable
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
+from tests.models import family_examples
 from tests.rollout.decode.plain_decoder import choose, next_logits
 from tests.toys import PRICES
 
@@ -40,15 +41,17 @@ UNKNOWN = -1  # version of a position that nothing was written to
 
 
 @functools.cache
-def weights(version):
-    """Nested dicts of numpy arrays."""
+def weights(version, decoder=DECODER):
+    """Nested dicts of numpy arrays; of another decoder with every parameter drawn."""
+    if decoder is not DECODER:
+        return family_examples.draw(decoder.config, version)
     return jax.tree.map(np.asarray, DECODER.init(version, scale=1.5))
 
 
 @functools.cache
-def backend(block_tokens, cache_tokens):
+def backend(block_tokens, cache_tokens, decoder=DECODER):
     return JaxDecodeBackend(
-        DECODER, slots=4, context_tokens=CONTEXT, block_tokens=block_tokens, cache_blocks=cache_tokens // block_tokens,
+        decoder, slots=4, context_tokens=CONTEXT, block_tokens=block_tokens, cache_blocks=cache_tokens // block_tokens,
         prefill_buckets=(8, 16), decode_steps=STEPS, batch_buckets=(2, 4), filtered=True, dtype='float32',
     )  # fmt: skip
 
@@ -56,7 +59,7 @@ def backend(block_tokens, cache_tokens):
 @functools.cache
 def spoil_program(one):
     """Writes NaN to the listed places of a state."""
-    heads, size = CONFIG.n_kv_heads, CONFIG.head_dim
+    heads, size = one.placement.config.n_kv_heads, one.placement.config.head_dim
 
     def spoil(state, blocks, offsets):
         bad = jnp.full((len(blocks), heads, size), jnp.nan)
@@ -161,12 +164,13 @@ class Recorder:
 class Schedule:
     """One random schedule: everything in it is a function of the seed."""
 
-    def __init__(self, seed, *, block_tokens, cache_tokens, kv_policy):
+    def __init__(self, seed, *, block_tokens, cache_tokens, kv_policy, decoder=DECODER):
+        self.weights = lambda version: weights(version, decoder)
         self.rng, self.log = np.random.default_rng(seed), EventLog()
         self.log.listeners.append(check_types)
         lanes = {'engine/0': 1, 'publish/0': 1, 'script': 1}
         self.clock = VirtualClock(lanes, self.log, PRICES | {'script': 1.0})
-        self.backend = Recorder(backend(block_tokens, cache_tokens))
+        self.backend = Recorder(backend(block_tokens, cache_tokens, decoder))
         self.occurred = self.backend.occurred
         self.kv_policy, self.decode_steps = kv_policy, int(self.rng.integers(1, STEPS + 1))
         self.supervisor = Supervisor(self.clock)
@@ -177,8 +181,8 @@ class Schedule:
     def _build_engine(self):
         """An engine with an empty cache and the version that is in use."""
         engine = LocalEngine(
-            0, self.backend, self.clock, self.log, receive=lambda p: (p.version, weights(p.version)),
-            version=self.version, params=(self.version, weights(self.version)),
+            0, self.backend, self.clock, self.log, receive=lambda p: (p.version, self.weights(p.version)),
+            version=self.version, params=(self.version, self.weights(self.version)),
             rollout=RolloutSection(kv_policy=self.kv_policy, decode_steps=self.decode_steps),
         )  # fmt: skip
         self.backend.forget()
@@ -348,6 +352,9 @@ class Schedule:
         self.tasks[request.request_id] = self.supervisor.start(request.request_id, collect())
 
 
+_PLAIN = functools.partial(next_logits, CONFIG)
+
+
 def assert_delivered(schedule):
     """Every request ended for its reason with what the backend generated for it."""
     for request, segments, reason in schedule.results:
@@ -368,14 +375,14 @@ def assert_delivered(schedule):
         assert all(token not in request.sampling.stop_tokens for token, *_ in found[:-1])
 
 
-def assert_as_decoded_without_a_cache(schedule):
+def assert_as_decoded_without_a_cache(schedule, next_logits=_PLAIN):
     """The same tokens unless two were as good, and log-probs to rounding: (tokens that differ, all tokens)."""
-    by_version = {version: weights(version) for version in range(schedule.version + 1)}
+    by_version = {version: schedule.weights(version) for version in range(schedule.version + 1)}
     flips = checked = 0
     for request, decoded in schedule.backend.answers.values():
         sequence = [*request.prompt_tokens.tolist(), *request.prefix_tokens.tolist()]
         for one in decoded:
-            logits = next_logits(CONFIG, by_version, sequence, one.versions)
+            logits = next_logits(by_version, sequence, one.versions)
             choice = choose(logits, request, len(sequence))
             assert choice.token == one.token or choice.margin < TIE
             flips, checked = flips + (choice.token != one.token), checked + 1
@@ -386,11 +393,12 @@ def assert_as_decoded_without_a_cache(schedule):
     return flips, checked
 
 
-def checked_run(seed, block_tokens, cache_tokens, kv_policy, actions=40):
+def checked_run(seed, block_tokens, cache_tokens, kv_policy, actions=40, decoder=DECODER, **reference):
     """The schedule after its run, and the numbers of assert_as_decoded_without_a_cache."""
-    schedule = Schedule(seed, block_tokens=block_tokens, cache_tokens=cache_tokens, kv_policy=kv_policy).run(actions)
+    sizes = {'block_tokens': block_tokens, 'cache_tokens': cache_tokens}
+    schedule = Schedule(seed, **sizes, kv_policy=kv_policy, decoder=decoder).run(actions)
     assert_delivered(schedule)
-    numbers = assert_as_decoded_without_a_cache(schedule)
+    numbers = assert_as_decoded_without_a_cache(schedule, **reference)
     for request, answer in schedule.backend.answers.values():
         read = answer[0].versions[: len(request.prompt_tokens) - 1] if answer else []
         assert len({*read}) <= 1  # KV of several versions, as of an answer under 'keep', is nobody's prompt
@@ -434,6 +442,27 @@ def test_random_schedules_give_what_a_decoder_without_a_cache_gives(block_tokens
         assert checked > 100
         occurred += schedule.occurred  # keeps what is above 0
     assert set(occurred) == expected_events(block_tokens, cache_tokens, kv_policy)
+
+
+# the decoder of a family that keeps the keys of earlier tokens, but nothing else: no blocks, pieces, prefixes or rows
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize(
+    'name',
+    [pytest.param(name, marks=[] if name == 'gpt_oss' else [pytest.mark.slow]) for name in family_examples.NAMES],
+)
+def test_every_family_gives_under_random_schedules_what_it_gives_token_by_token(name, kv_policy):
+    config = family_examples.CONFIGS[name]
+    occurred = collections.Counter()
+    for seed in range(2):
+        reference = family_examples.TokenByToken(config, CONTEXT)
+        schedule, flips, checked = checked_run(
+            seed, 4, 64, kv_policy, decoder=Decoder(config), next_logits=reference.next_logits
+        )
+        assert flips == 0
+        assert checked > 100
+        occurred += schedule.occurred
+    assert {'prefix hit', 'preempted answer goes on', 'block copied', 'resumed engine', 'swap'} <= set(occurred)
+    assert ('keys of earlier weights read' in occurred) == (kv_policy == 'keep')
 
 
 def test_a_free_block_that_is_read_shows():

@@ -15,7 +15,7 @@ import pytest
 from areal_jax.tasks.code import code_task, function_families
 from areal_jax.tasks.registry import make_task
 from areal_jax.tasks.scoring.score_call import REASON_CHARACTERS, MachineFaultError
-from areal_jax.tasks.scoring.verifier import ProcessVerifier, VerifierError
+from areal_jax.tasks.scoring.verifier import ProcessVerifier, TaskScoring, VerifierError
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import Prompt
@@ -93,9 +93,9 @@ def test_nothing_is_scored_where_no_sandbox_was_started(monkeypatch):
 def make(request):
     def start(**options):
         judge = ProcessVerifier(
-            FakeClock(), 'areal_jax.tasks.code.code_task:score', lambda tokens: ''.join(map(chr, tokens)), workers=1,
-            deadline_s=30.0, attempts=2, memory_mb=1024,
-            start_worker=functools.partial(WorkerProcess, sandbox='landlock'), **options,
+            FakeClock(), {'': TaskScoring('areal_jax.tasks.code.code_task:score', **options)},
+            lambda tokens: ''.join(map(chr, tokens)), workers=1, deadline_s=30.0, attempts=2, memory_mb=1024,
+            start_worker=functools.partial(WorkerProcess, sandbox='landlock'),
         )  # fmt: skip
         request.addfinalizer(judge.close)
         judge.start()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.tasks.scoring import verifier as audit_module
-from areal_jax.tasks.scoring.verifier import Audit, ProcessVerifier
+from areal_jax.tasks.scoring.verifier import Audit, ProcessVerifier, TaskScoring
 from areal_jax.types import Prompt, Verdict
 from tests.tasks.fake_clock import FakeClock
 
@@ -62,8 +62,8 @@ def test_a_resumed_run_writes_no_line_twice_and_the_file_is_bounded(tmp_path, mo
 @pytest.mark.parametrize(('finish_reason', 'audit'), [('stop', 'disagrees'), ('length', '')])
 def test_the_verifier_compares_answers_that_ended_and_changes_no_reward(tmp_path, finish_reason, audit):
     judge = ProcessVerifier(
-        FakeClock(), 'tests.tasks.bad_scorer:score', lambda tokens: 'other', workers=1, deadline_s=30.0, attempts=1,
-        memory_mb=2048, audit=Audit(tmp_path, 1.0, compare),
+        FakeClock(), {'': TaskScoring('tests.tasks.bad_scorer:score', audit=Audit(tmp_path, 1.0, compare))},
+        lambda tokens: 'other', workers=1, deadline_s=30.0, attempts=1, memory_mb=2048,
     )  # fmt: skip
     judge.start()
     try:

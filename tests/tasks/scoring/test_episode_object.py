@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.tasks.scoring.score_call import score_answer
-from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, VerifierError
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, TaskScoring, VerifierError
 from areal_jax.tasks.scoring.worker import takes_episode
 from areal_jax.types import Prompt
 from tests.tasks.fake_clock import FakeClock
@@ -45,8 +45,8 @@ def test_one_turn_is_a_question_and_an_answer(prompt, asked):
 
 def test_inline_and_in_a_worker_a_scorer_gets_the_same():
     judge = ProcessVerifier(
-        FakeClock(), SCORER, decode, workers=1, deadline_s=30.0, attempts=1, memory_mb=2048, trial={'question': 'q'},
-        with_episode=True,
+        FakeClock(), {'': TaskScoring(SCORER, trial={'question': 'q'}, with_episode=True)}, decode, workers=1,
+        deadline_s=30.0, attempts=1, memory_mb=2048,
     )  # fmt: skip
     judge.start()
     try:

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.tasks.scoring.verifier import ProcessVerifier, VerifierError
+from areal_jax.tasks.scoring.verifier import ProcessVerifier, TaskScoring, VerifierError
 from areal_jax.types import Prompt
 from areal_jax.workers.descendants import list_marked
 from areal_jax.workers.sandbox.confinement import SandboxError, find_abi, wrap_command
@@ -55,8 +55,8 @@ def score(problem, answer_text, finish_reason):
 def make(request, tmp_path):
     def build(source, sandbox):
         judge = ProcessVerifier(
-            FakeClock(), write(tmp_path, source), lambda tokens: ''.join(map(chr, tokens)), workers=1,
-            deadline_s=30.0, attempts=1, memory_mb=512,
+            FakeClock(), {'': TaskScoring(write(tmp_path, source))}, lambda tokens: ''.join(map(chr, tokens)),
+            workers=1, deadline_s=30.0, attempts=1, memory_mb=512,
             start_worker=functools.partial(WorkerProcess, sandbox=sandbox),
         )  # fmt: skip
         request.addfinalizer(judge.close)

@@ -15,7 +15,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.tasks.scoring import verifier
-from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, VerifierError
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, TaskScoring, VerifierError
 from areal_jax.tasks.task import TaskError
 from areal_jax.types import Prompt, Verdict
 from areal_jax.workers import worker_process as process
@@ -25,6 +25,7 @@ from tests.tasks.fake_clock import FakeClock
 from tests.tasks.process_table import all_end, is_alive, read_pids
 
 SCORER = 'tests.tasks.bad_scorer:score'
+SCORINGS = {'': TaskScoring(SCORER)}
 
 
 def decode(tokens: np.ndarray) -> str:
@@ -54,7 +55,7 @@ def make(request):
 
     def build(clock: Any = None, *, workers: int = 1, deadline_s: float = 30.0, attempts: int = 2) -> ProcessVerifier:
         judge = ProcessVerifier(
-            clock or FakeClock(), SCORER, decode, workers=workers, deadline_s=deadline_s, attempts=attempts,
+            clock or FakeClock(), SCORINGS, decode, workers=workers, deadline_s=deadline_s, attempts=attempts,
             memory_mb=2048, start_worker=start_worker,
         )  # fmt: skip
         request.addfinalizer(judge.close)
@@ -127,8 +128,9 @@ def test_mathematics_that_is_never_done_ends_at_the_deadline_and_its_worker_is_r
     started = []
     start_worker = lambda *scorer: started.append(WorkerProcess(*scorer)) or started[-1]
     judge = ProcessVerifier(
-        FakeClock(), 'areal_jax.tasks.answers.mathematics:score', lambda tokens: ANSWERS[tokens[0]], workers=1,
-        deadline_s=6.0, attempts=1, memory_mb=2048, start_worker=start_worker,
+        FakeClock(), {'': TaskScoring('areal_jax.tasks.answers.mathematics:score')},
+        lambda tokens: ANSWERS[tokens[0]], workers=1, deadline_s=6.0, attempts=1, memory_mb=2048,
+        start_worker=start_worker,
     )  # fmt: skip
     request.addfinalizer(judge.close)
     judge.start()
@@ -258,7 +260,9 @@ def test_a_surplus_reply_is_a_crash_of_the_worker_and_shifts_no_other(make, tmp_
 def test_a_limit_below_what_a_worker_needs_names_its_field(tmp_path):
     scorer = tmp_path / 'large.py'  # a small one may fit into what the allocator holds already
     scorer.write_text('TABLE = bytearray(2**24)\n\n\ndef score(problem, text):\n    return 1.0\n')
-    judge = ProcessVerifier(FakeClock(), f'{scorer}:score', decode, workers=1, deadline_s=1, attempts=1, memory_mb=1)
+    judge = ProcessVerifier(
+        FakeClock(), {'': TaskScoring(f'{scorer}:score')}, decode, workers=1, deadline_s=1, attempts=1, memory_mb=1
+    )
     with pytest.raises(VerifierError, match=r'has ended.*\(task\.verifier_memory_mb=1\)'):
         judge.start()
 
@@ -288,7 +292,9 @@ def test_close_kills_everything(make, tmp_path):
 
 
 def test_scorer_that_cannot_be_loaded_is_an_error_of_start():
-    judge = ProcessVerifier(FakeClock(), 'no.such:score', decode, workers=2, deadline_s=1.0, attempts=1, memory_mb=2048)
+    judge = ProcessVerifier(
+        FakeClock(), {'': TaskScoring('no.such:score')}, decode, workers=2, deadline_s=1.0, attempts=1, memory_mb=2048
+    )
     with pytest.raises(VerifierError, match=r"scorer 'no\.such:score'.*has ended; its traceback"):
         judge.start()
 
@@ -297,7 +303,9 @@ def test_start_has_a_deadline():
     settings = {'workers': 1, 'deadline_s': 1.0, 'attempts': 1, 'memory_mb': 2048}
     started = []
     start_worker = lambda *scorer: started.append(WorkerProcess(*scorer)) or started[-1]
-    judge = ProcessVerifier(FakeClock(), SCORER, decode, **settings, start_deadline_s=0.001, start_worker=start_worker)
+    judge = ProcessVerifier(
+        FakeClock(), SCORINGS, decode, **settings, start_deadline_s=0.001, start_worker=start_worker
+    )
     with pytest.raises(VerifierError, match=r'within 0\.001 s: .* was not ready in time'):
         judge.start()
     assert [worker.is_gone() for worker in started] == [True]
@@ -305,7 +313,7 @@ def test_start_has_a_deadline():
 
 def test_settings_without_sense_are_named():
     with pytest.raises(TaskError, match=r'task\.verifier_workers=0'):
-        ProcessVerifier(FakeClock(), SCORER, decode, workers=0, deadline_s=1.0, attempts=1, memory_mb=2048)
+        ProcessVerifier(FakeClock(), SCORINGS, decode, workers=0, deadline_s=1.0, attempts=1, memory_mb=2048)
 
 
 def test_killed_worker_tells_whoever_waits():

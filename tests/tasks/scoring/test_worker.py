@@ -172,12 +172,12 @@ def test_worker_dies_with_a_parent_that_is_killed(state, tmp_path):
 CLOSING_PARENT = """
 import asyncio, sys, time
 import numpy as np
-from areal_jax.tasks.scoring.verifier import ProcessVerifier
+from areal_jax.tasks.scoring.verifier import ProcessVerifier, TaskScoring
 from areal_jax.types import Prompt
 from tests.tasks.fake_clock import FakeClock
 judge = ProcessVerifier(
-    FakeClock(), 'tests.tasks.hostile_scorers:' + sys.argv[1], lambda tokens: '', workers=1, deadline_s=30.0,
-    attempts=1, memory_mb=2048,
+    FakeClock(), {'': TaskScoring('tests.tasks.hostile_scorers:' + sys.argv[1])}, lambda tokens: '', workers=1,
+    deadline_s=30.0, attempts=1, memory_mb=2048,
 )
 judge.start()
 prompt = Prompt(0, np.zeros(1, np.int32), 'hostile', {'pids': sys.argv[2]})

@@ -40,10 +40,16 @@ class NativeAttention:
         return k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
 
     def attend(
-        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         rows, blocks = tables.shape
-        return self.attend_pieces(q, layer, tables.ravel(), jnp.arange(rows) * blocks, lengths, window)
+        return self.attend_pieces(q, layer, tables.ravel(), jnp.arange(rows) * blocks, lengths, window, sinks)
 
     def attend_pieces(
         self,
@@ -53,10 +59,12 @@ class NativeAttention:
         starts: jax.Array,
         lengths: jax.Array,
         window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Does `attend` for rows that may share a table: row b's begins at starts[b], int32 [B], in `tables`, [M]."""
-        attend = jax.ffi.ffi_call(library.ATTEND, jax.ShapeDtypeStruct(q.shape, q.dtype))
-        return attend(q, *layer, tables, starts, lengths, window=window or 0)
+        name, more = (library.ATTEND, ()) if sinks is None else (library.ATTEND_SINKS, (sinks,))
+        attend = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, q.dtype))
+        return attend(q, *layer, tables, starts, lengths, *more, window=window or 0)
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
         return jnp.sum(lengths)
@@ -82,6 +90,7 @@ class Demand:
     table_blocks: int  # of the longest sequence
     dtype: jax.typing.DTypeLike
     windows: bool  # whether a layer has a sliding window
+    sinks: bool = False  # whether each head has one more logit in the sum of its softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +102,21 @@ class Implementation:
     dtypes: tuple[str, ...]
     windows: bool
     is_kernel: bool  # not compiled by XLA: it runs only if it passes the check
+    sinks: bool = False
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     max_head_dim: int | None = None
 
 
 IMPLEMENTATIONS = {
     'gather': Implementation(
-        lambda d: GatherAttention(d.table_blocks), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False
+        lambda d: GatherAttention(d.table_blocks), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False, sinks=True
     ),
-    'loops': Implementation(lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False),
-    'native': Implementation(lambda d: NativeAttention(), ('cpu',), ('float32',), windows=True, is_kernel=True),
+    'loops': Implementation(
+        lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False, sinks=True
+    ),
+    'native': Implementation(
+        lambda d: NativeAttention(), ('cpu',), ('float32',), windows=True, is_kernel=True, sinks=True
+    ),
     'pallas_gpu': Implementation(
         lambda d: PallasGpuAttention(d.head_dim),
         ('gpu',),
@@ -161,6 +175,8 @@ def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
         return f'cannot compute in {dtype} (only {", ".join(found.dtypes)})'
     if demand.windows and not found.windows:
         return 'cannot express a sliding window, which this model has'
+    if demand.sinks and not found.sinks:
+        return 'cannot express attention sinks, which this model has'
     if found.max_head_dim is not None and demand.head_dim > found.max_head_dim:
         return f'cannot take head size {demand.head_dim} (at most {found.max_head_dim})'
     return None
@@ -253,6 +269,7 @@ class _Case:
     lengths: np.ndarray  # int32 [B], descending, the last 0
     copied: tuple[int, int]  # (source, target): the target gets its content from `copy`
     windows: tuple[int | None, ...]
+    sinks: np.ndarray | None  # [H]
 
     def read(self) -> np.ndarray:
         """Returns the keys and values of the source and the target, [2, 2 T, K, D]."""
@@ -270,8 +287,12 @@ class _Case:
             q = self.q[row].astype(np.float64).reshape(k.shape[1], -1, k.shape[2])
             if length:
                 scores = np.einsum('kgd,skd->kgs', q, k) * k.shape[2] ** -0.5
-                weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-                weights /= weights.sum(axis=-1, keepdims=True)
+                top = scores.max(axis=-1, keepdims=True)
+                weights = np.exp(scores - top)
+                total = weights.sum(axis=-1, keepdims=True)
+                if self.sinks is not None:
+                    total = total + np.exp(self.sinks.astype(np.float64).reshape(*q.shape[:2], 1) - top)
+                weights /= total
                 out[row] = np.einsum('kgs,skd->kgd', weights, v).reshape(out[row].shape)
         return out
 
@@ -301,7 +322,8 @@ def _make_case(demand: Demand) -> _Case:
     for x in (k, v):
         x[copied[1]] = x[copied[0]]
     windows = (None, tokens + tokens // 2) if demand.windows else (None,)
-    return _Case(q, k, v, tables, np.array(lengths, np.int32), copied, windows)
+    sinks = rng.normal(size=demand.heads).astype(q.dtype) if demand.sinks else None
+    return _Case(q, k, v, tables, np.array(lengths, np.int32), copied, windows, sinks)
 
 
 def _run(attention: CacheAttention, case: _Case, demand: Demand) -> tuple[jax.Array, list[jax.Array]]:
@@ -315,7 +337,8 @@ def _run(attention: CacheAttention, case: _Case, demand: Demand) -> tuple[jax.Ar
         layer = attention.write(layer, k, v, jnp.asarray(block), jnp.asarray(offset))
         layer = attention.copy(layer, *(jnp.full(1, block, jnp.int32) for block in case.copied))
         tables, lengths = jnp.asarray(case.tables), jnp.asarray(case.lengths)
-        outs = [attention.attend(q, layer, tables, lengths, window) for window in case.windows]
+        sinks = None if case.sinks is None else jnp.asarray(case.sinks)
+        outs = [attention.attend(q, layer, tables, lengths, window, sinks) for window in case.windows]
         return jnp.stack(attention.read(layer, jnp.array(case.copied, jnp.int32))), outs
 
     k, v = (x.copy() for x in (case.k, case.v))

@@ -39,7 +39,13 @@ class CacheAttention(Protocol):
         ...
 
     def attend(
-        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Computes softmax(q k' / sqrt(D)) v over the first lengths[b] positions of row b: [B, H, D].
 
@@ -48,6 +54,7 @@ class CacheAttention(Protocol):
           tables: int32 [B, M]; position p of row b is in block tables[b, p // T].
           lengths: int32 [B], descending; 0 = a row of padding, for which any finite result is right.
           window: number of last positions that are visible; None = all.
+          sinks: [H], one more logit in the sum of each head's softmax, which has no value.
 
         Cache content beyond lengths[b], NaN included, has no influence.
         """
@@ -90,7 +97,13 @@ class GatherAttention:
         return k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
 
     def attend(
-        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         rows, heads, size = q.shape
         k, v = (side[tables].swapaxes(1, 2).reshape(rows, side.shape[1], -1, size) for side in layer)  # [B, K, S, D]
@@ -100,7 +113,12 @@ class GatherAttention:
             seen &= place >= lengths[:, None] - window
         grouped = q.reshape(rows, k.shape[1], -1, size)
         scores = jnp.einsum('bkgd,bksd->bkgs', grouped, k, preferred_element_type=jnp.float32) * size**-0.5
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
+        scores = jnp.where(seen[:, None, None], scores, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1)
+        if sinks is not None:
+            lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            weights = weights * jax.nn.sigmoid(lse - sinks.astype(jnp.float32).reshape(k.shape[1], -1, 1))
+        weights = weights.astype(v.dtype)
         v = jnp.where(seen[:, None, :, None], v, 0)  # a weight of 0 times NaN would be NaN
         return jnp.einsum('bkgs,bksd->bkgd', weights, v).reshape(rows, heads, size)
 
@@ -140,11 +158,18 @@ class LoopAttention:
         return keys.reshape(-1, *keys.shape[2:]), values.reshape(-1, *values.shape[2:])
 
     def attend(
-        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         rows, heads, size = q.shape
         grouped = q.reshape(rows, layer[0].shape[1], -1, size) * size**-0.5
-        parts = [_attend_group(grouped, layer, tables, lengths, window, group) for group in _groups(rows)]
+        logits = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped.shape[1:3])
+        parts = [_attend_group(grouped, layer, tables, lengths, window, group, logits) for group in _groups(rows)]
         return jnp.concatenate(parts).reshape(rows, heads, size)
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
@@ -172,14 +197,20 @@ def _divisor(n: int, at_most: int) -> int:
 
 
 def _attend_group(
-    q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None, group: _Group
+    q: jax.Array,
+    layer: LayerCache,
+    tables: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+    group: _Group,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Attends for the rows of a group: [stop - start, K, G, D] of scaled queries [B, K, G, D]."""
+    """Attends for the rows of a group: [stop - start, K, G, D] of scaled queries [B, K, G, D] and sinks [K, G]."""
 
     def chunk(index: jax.Array, out: jax.Array) -> jax.Array:
         first = group.start + index * group.chunk
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=group.chunk)
-        found = _attend_chunk(cut(q), layer, cut(tables), cut(lengths), window)
+        found = _attend_chunk(cut(q), layer, cut(tables), cut(lengths), window, sinks)
         return lax.dynamic_update_slice_in_dim(out, found, index * group.chunk, 0)
 
     rows = group.stop - group.start
@@ -187,7 +218,12 @@ def _attend_group(
 
 
 def _attend_chunk(
-    q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+    q: jax.Array,
+    layer: LayerCache,
+    tables: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Attends for a chunk: [R, K, G, D] of scaled queries [R, K, G, D], tables [R, M] and lengths [R].
 
@@ -217,5 +253,7 @@ def _attend_chunk(
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     first = jnp.min(jnp.where(lengths > 0, starts, longest)) // block
     end = -(-longest // block)
-    _, total, out = lax.fori_loop(first, end, fold, (zeros + _MASKED, zeros, jnp.zeros(q.shape, jnp.float32)))
+    top, total, out = lax.fori_loop(first, end, fold, (zeros + _MASKED, zeros, jnp.zeros(q.shape, jnp.float32)))
+    if sinks is not None:  # infinite if the sink is far above all scores, and then the result is 0
+        total = total + jnp.exp(sinks - top)
     return (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)  # 0: all rows are padding

@@ -86,9 +86,17 @@ class PallasGpuAttention:
         return k, v
 
     def attend(
-        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends as CacheAttention.attend; raises ValueError for a window, which the kernel cannot express."""
+        """Attends as CacheAttention.attend; raises ValueError for a window or sinks, which the kernel lacks."""
+        if sinks is not None:
+            raise ValueError("attention 'pallas_gpu' cannot express sinks; use 'gather'")
         if window is not None:
             raise ValueError(f"attention 'pallas_gpu' cannot express a sliding window ({window=}); use 'gather'")
         k, v = layer
@@ -178,8 +186,16 @@ class PallasTpuAttention:
         return k, v
 
     def attend(
-        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
+        if sinks is not None:
+            raise ValueError("attention 'pallas_tpu' cannot express sinks; use 'gather'")
         # imported here, so that the check of choose.py reports a version of jax that lacks the module
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 

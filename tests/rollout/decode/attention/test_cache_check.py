@@ -27,6 +27,7 @@ SMALL = Demand(heads=4, kv_heads=2, head_dim=16, block_tokens=16, table_blocks=4
 WINDOWED = dataclasses.replace(SMALL, windows=True)
 # 9 heads in 3 groups, and head and block sizes that are no powers of two
 ODD = dataclasses.replace(SMALL, heads=9, kv_heads=3, head_dim=20, block_tokens=24)
+SINKS = dataclasses.replace(WINDOWED, sinks=True)
 BFLOAT16 = dataclasses.replace(ODD, dtype='bfloat16')
 
 
@@ -34,7 +35,7 @@ def device(platform, capability=None):
     return types.SimpleNamespace(platform=platform, compute_capability=capability)
 
 
-@pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, WINDOWED], ids=['small', 'odd', 'bfloat16', 'window'])
+@pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, SINKS], ids=['small', 'odd', 'bfloat16', 'sinks'])
 @pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
 def test_plain_ones_agree_with_float64(attention, demand):
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
@@ -43,7 +44,14 @@ def test_plain_ones_agree_with_float64(attention, demand):
 @needs_kernels
 @pytest.mark.parametrize(
     'changes',
-    [{}, {'head_dim': 64}, {'head_dim': 128}, {'block_tokens': 1}, {'heads': 9, 'kv_heads': 3, 'head_dim': 20}],
+    [
+        {},
+        {'sinks': True, 'heads': 9, 'kv_heads': 3},
+        {'head_dim': 64},
+        {'head_dim': 128},
+        {'block_tokens': 1},
+        {'heads': 9, 'kv_heads': 3, 'head_dim': 20},
+    ],
 )
 def test_native_agrees_with_float64(changes):
     assert self_check(NativeAttention(), dataclasses.replace(WINDOWED, **changes), CPU) < 1e-6
@@ -78,17 +86,17 @@ class OneHeadForAll(GatherAttention):
 
 
 class Unmasked(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         return super().attend(q, layer, tables, jnp.where(lengths > 0, lengths + 1, 0), window)
 
 
 class TablesIgnored(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         return super().attend(q, layer, jnp.sort(tables, axis=1), lengths, window)
 
 
 class NoWindow(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         return super().attend(q, layer, tables, lengths, None)
 
 
@@ -98,7 +106,7 @@ class NoCopy(GatherAttention):
 
 
 class Raises(GatherAttention):
-    def attend(self, q, layer, tables, lengths, window):
+    def attend(self, q, layer, tables, lengths, window, sinks=None):
         raise RuntimeError('no ptxas')
 
 
@@ -127,6 +135,9 @@ def test_the_check_finds(wrong, complaint):
         (SMALL, device('gpu', '8.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '7.5'), 'gather'),
         (WINDOWED, device('gpu', '9.0'), 'gather'),
+        (SINKS, CPU, 'native'),
+        (dataclasses.replace(SMALL, sinks=True), device('gpu', '9.0'), 'gather'),
+        (SINKS, device('tpu'), 'gather'),
         (dataclasses.replace(SMALL, head_dim=512), device('gpu', '9.0'), 'gather'),
         (WINDOWED, device('tpu'), 'pallas_tpu'),
         (dataclasses.replace(SMALL, dtype='float16'), device('tpu'), 'gather'),
@@ -149,6 +160,7 @@ def test_auto_takes_the_best_that_can(demand, where, chosen):
         ('pallas_tpu', SMALL, device('gpu', '9.0'), "'pallas_tpu' does not run on 'gpu' .only tpu.; use 'gather' or"),
         ('pallas_gpu', SMALL, device('gpu', '7.5'), 'needs CUDA compute capability .8, 0.'),
         ('pallas_gpu', WINDOWED, device('gpu', '9.0'), 'cannot express a sliding window'),
+        ('pallas_tpu', SINKS, device('tpu'), 'cannot express attention sinks, which this model has'),
         ('pallas_tpu', dataclasses.replace(SMALL, dtype='float16'), device('tpu'), 'cannot compute in float16'),
         ('pallas_gpu', dataclasses.replace(SMALL, head_dim=512), device('gpu', '9.0'), 'cannot take head size 512'),
     ],
@@ -185,3 +197,16 @@ def test_auto_passes_over_a_kernel_that_fails_its_check_and_says_why():
         assert "rollout.attention='pallas_gpu' does not run here: " in reasons[0]
         with pytest.raises(AttentionError, match="'pallas_gpu' does not run here: "):
             choose_checked('pallas_gpu', SMALL, Pretended())
+
+
+@pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
+def test_the_check_finds_sinks_that_are_not_in_the_sum(attention):
+    class Without:
+        def __getattr__(self, name):
+            return getattr(attention, name)
+
+        def attend(self, q, layer, tables, lengths, window, sinks):
+            return attention.attend(q, layer, tables, lengths, window)
+
+    with pytest.raises(AttentionError, match=r'attention is off by 0\.\d+ of its largest value'):
+        self_check(Without(), SINKS, CPU)

@@ -1,0 +1,184 @@
+"""Forms of config.json as they are published, and what transformers reads from each: recorded by this program.
+
+python -m tests.formats.config_forms      (torch==2.13.0, transformers==5.23.0)
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+RECORDED = pathlib.Path(__file__).with_name('data') / 'config_forms.json'
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
+
+_QWEN3 = {
+    'architectures': ['Qwen3ForCausalLM'], 'attention_bias': False, 'head_dim': 128, 'hidden_act': 'silu',
+    'hidden_size': 4096, 'intermediate_size': 12288, 'max_position_embeddings': 40960, 'max_window_layers': 36,
+    'model_type': 'qwen3', 'num_attention_heads': 32, 'num_hidden_layers': 36, 'num_key_value_heads': 8,
+    'rms_norm_eps': 1e-06, 'rope_scaling': None, 'rope_theta': 1000000, 'sliding_window': None,
+    'tie_word_embeddings': False, 'torch_dtype': 'bfloat16', 'use_sliding_window': False, 'vocab_size': 151936,
+}  # fmt: skip
+_GEMMA3_TEXT = {
+    'hidden_size': 2560, 'intermediate_size': 10240, 'model_type': 'gemma3_text', 'num_hidden_layers': 34,
+    'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}, 'sliding_window': 1024,
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {
+    'qwen2': {
+        'architectures': ['Qwen2ForCausalLM'], 'hidden_act': 'silu', 'hidden_size': 1536, 'intermediate_size': 8960,
+        'max_position_embeddings': 131072, 'max_window_layers': 21, 'model_type': 'qwen2', 'num_attention_heads': 12,
+        'num_hidden_layers': 28, 'num_key_value_heads': 2, 'rms_norm_eps': 1e-06, 'rope_theta': 1000000,
+        'sliding_window': 131072, 'tie_word_embeddings': True, 'use_mrope': False, 'use_sliding_window': False,
+        'vocab_size': 151936,
+    },
+    'qwen3': _QWEN3,
+    'qwen3_yarn': _QWEN3 | {
+        'max_position_embeddings': 131072,
+        'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32768},
+    },
+    'llama_yarn': {
+        'architectures': ['LlamaForCausalLM'], 'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 4096,
+        'intermediate_size': 11008, 'max_position_embeddings': 131072, 'model_type': 'llama', 'num_attention_heads': 32,
+        'num_hidden_layers': 32, 'num_key_value_heads': 32, 'rms_norm_eps': 1e-05, 'rope_theta': 10000.0,
+        'rope_scaling': {
+            'type': 'yarn', 'factor': 32.0, 'original_max_position_embeddings': 4096, 'finetuned': True,
+            'attention_factor': 1.25, 'beta_fast': 16, 'beta_slow': 2,
+        },
+        'tie_word_embeddings': False, 'vocab_size': 32000,
+    },
+    'qwen3_moe': {
+        'architectures': ['Qwen3MoeForCausalLM'], 'attention_bias': False, 'decoder_sparse_step': 1, 'head_dim': 128,
+        'hidden_act': 'silu', 'hidden_size': 2048, 'intermediate_size': 6144, 'max_position_embeddings': 40960,
+        'max_window_layers': 48, 'mlp_only_layers': [], 'model_type': 'qwen3_moe', 'moe_intermediate_size': 768,
+        'norm_topk_prob': True, 'num_attention_heads': 32, 'num_experts': 128, 'num_experts_per_tok': 8,
+        'num_hidden_layers': 48, 'num_key_value_heads': 4, 'rms_norm_eps': 1e-06, 'rope_scaling': None,
+        'rope_theta': 1000000.0, 'sliding_window': None, 'tie_word_embeddings': False, 'use_sliding_window': False,
+        'vocab_size': 151936,
+    },
+    'gemma3_text': {
+        '_sliding_window_pattern': 6, 'architectures': ['Gemma3ForCausalLM'], 'attention_bias': False,
+        'attn_logit_softcapping': None, 'final_logit_softcapping': None, 'head_dim': 256,
+        'hidden_activation': 'gelu_pytorch_tanh', 'hidden_size': 640, 'intermediate_size': 2048,
+        'layer_types': ([_SLIDING] * 5 + [_FULL]) * 3, 'max_position_embeddings': 32768, 'model_type': 'gemma3_text',
+        'num_attention_heads': 4, 'num_hidden_layers': 18, 'num_key_value_heads': 1, 'query_pre_attn_scalar': 256,
+        'rms_norm_eps': 1e-06, 'rope_local_base_freq': 10000.0, 'rope_scaling': None, 'rope_theta': 1000000.0,
+        'sliding_window': 512, 'torch_dtype': 'bfloat16', 'use_bidirectional_attention': False, 'vocab_size': 262144,
+    },
+    'gemma3': {
+        'architectures': ['Gemma3ForConditionalGeneration'], 'boi_token_index': 255999, 'eoi_token_index': 256000,
+        'eos_token_id': [1, 106], 'image_token_index': 262144, 'mm_tokens_per_image': 256, 'model_type': 'gemma3',
+        'text_config': _GEMMA3_TEXT, 'torch_dtype': 'bfloat16',
+        'vision_config': {
+            'hidden_size': 1152, 'image_size': 896, 'intermediate_size': 4304, 'model_type': 'siglip_vision_model',
+            'num_attention_heads': 16, 'num_hidden_layers': 27, 'patch_size': 14, 'vision_use_head': False,
+        },
+    },
+    'gemma3_27b': {
+        'architectures': ['Gemma3ForConditionalGeneration'], 'model_type': 'gemma3',
+        'text_config': {
+            'head_dim': 128, 'hidden_size': 5376, 'intermediate_size': 21504, 'model_type': 'gemma3_text',
+            'num_attention_heads': 32, 'num_hidden_layers': 62, 'num_key_value_heads': 16, 'query_pre_attn_scalar': 168,
+            'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}, 'sliding_window': 1024,
+        },
+        'vision_config': {'model_type': 'siglip_vision_model', 'hidden_size': 1152},
+    },
+    'gpt_oss': {
+        'architectures': ['GptOssForCausalLM'], 'attention_bias': True, 'attention_dropout': 0.0,
+        'eos_token_id': 200002, 'experts_per_token': 4, 'head_dim': 64, 'hidden_act': 'silu', 'hidden_size': 2880,
+        'initial_context_length': 4096, 'intermediate_size': 2880, 'layer_types': [_SLIDING, _FULL] * 12,
+        'max_position_embeddings': 131072, 'model_type': 'gpt_oss', 'num_attention_heads': 64,
+        'num_experts_per_tok': 4, 'num_hidden_layers': 24, 'num_key_value_heads': 8, 'num_local_experts': 32,
+        'output_router_logits': False, 'pad_token_id': 199999,
+        'quantization_config': {'quant_method': 'mxfp4', 'modules_to_not_convert': ['lm_head']}, 'rms_norm_eps': 1e-05,
+        'rope_scaling': {
+            'beta_fast': 32.0, 'beta_slow': 1.0, 'factor': 32.0, 'original_max_position_embeddings': 4096,
+            'rope_type': 'yarn', 'truncate': False,
+        },
+        'rope_theta': 150000, 'router_aux_loss_coef': 0.9, 'sliding_window': 128, 'swiglu_limit': 7.0,
+        'tie_word_embeddings': False, 'use_cache': True, 'vocab_size': 201088,
+    },
+    'olmo3': {
+        'architectures': ['Olmo3ForCausalLM'], 'attention_bias': False, 'attention_dropout': 0.0,
+        'eos_token_id': 100257, 'hidden_act': 'silu', 'hidden_size': 4096, 'intermediate_size': 11008,
+        'layer_types': ([_SLIDING] * 3 + [_FULL]) * 8, 'max_position_embeddings': 65536, 'model_type': 'olmo3',
+        'num_attention_heads': 32, 'num_hidden_layers': 32, 'num_key_value_heads': 32, 'pad_token_id': 100277,
+        'rms_norm_eps': 1e-06,
+        'rope_scaling': {
+            'attention_factor': 1.2079441541679836, 'beta_fast': 32, 'beta_slow': 1, 'factor': 8.0,
+            'original_max_position_embeddings': 8192, 'rope_type': 'yarn',
+        },
+        'rope_theta': 500000, 'sliding_window': 4096, 'tie_word_embeddings': False, 'vocab_size': 100278,
+    },
+    'olmo3_defaults': {
+        'architectures': ['Olmo3ForCausalLM'], 'model_type': 'olmo3', 'hidden_size': 4096, 'intermediate_size': 11008,
+        'num_attention_heads': 32, 'num_hidden_layers': 32, 'vocab_size': 50304, 'rope_theta': 10000.0,
+    },
+    'smollm3': {
+        'architectures': ['SmolLM3ForCausalLM'], 'attention_bias': False, 'bos_token_id': None, 'eos_token_id': 128012,
+        'hidden_act': 'silu', 'hidden_size': 2048, 'intermediate_size': 11008, 'layer_types': [_FULL] * 36,
+        'max_position_embeddings': 65536, 'max_window_layers': 28, 'mlp_bias': False, 'model_type': 'smollm3',
+        'no_rope_layer_interval': 4, 'no_rope_layers': [1, 1, 1, 0] * 9, 'num_attention_heads': 16,
+        'num_hidden_layers': 36, 'num_key_value_heads': 4, 'pretraining_tp': 2, 'rms_norm_eps': 1e-06,
+        'rope_scaling': None, 'rope_theta': 5000000.0, 'sliding_window': None, 'use_sliding_window': False,
+        'vocab_size': 128256,
+    },
+    'smollm3_windows': {
+        'architectures': ['SmolLM3ForCausalLM'], 'model_type': 'smollm3', 'hidden_size': 2048,
+        'intermediate_size': 11008, 'num_attention_heads': 16, 'num_hidden_layers': 8, 'vocab_size': 128256,
+        'no_rope_layer_interval': 2, 'use_sliding_window': True, 'sliding_window': 1024,
+    },
+}  # fmt: skip
+
+
+def read_by_transformers(fields: dict[str, Any]) -> dict[str, Any]:
+    """What transformers reads, in words of its own; frequencies as its rotary module has them."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / 'config.json').write_text(json.dumps(fields))
+        whole = transformers.AutoConfig.from_pretrained(folder)
+    config = whole.get_text_config()
+    model = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    module = sys.modules[model.__module__]
+    rotary = next(c for name, c in vars(module).items() if name.endswith('RotaryEmbedding') and 'Vision' not in name)
+    rotary = rotary(config)
+    types = getattr(config, 'layer_types', None) or [_FULL] * config.num_hidden_layers
+    ropes = {}
+    for kind in dict.fromkeys(types):
+        own = f'{kind}_' if hasattr(rotary, f'{kind}_inv_freq') else ''
+        scale = getattr(rotary, f'{own}attention_scaling')
+        ropes[kind] = {'frequencies': getattr(rotary, f'{own}inv_freq').tolist(), 'magnitude': scale}
+    turns = getattr(config, 'no_rope_layers', None) or [1] * len(types)
+    names = (
+        'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads',
+        'num_key_value_heads', 'rms_norm_eps', 'max_position_embeddings', 'attention_bias', 'hidden_act',
+        'hidden_activation', 'query_pre_attn_scalar', 'final_logit_softcapping', 'num_local_experts', 'num_experts',
+        'num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob', 'swiglu_limit', 'swiglu_alpha',
+    )  # fmt: skip
+    return {
+        **{name: getattr(config, name, None) for name in names},
+        'head_dim': getattr(config, 'head_dim', None) or config.hidden_size // config.num_attention_heads,
+        'tie_word_embeddings': whole.tie_word_embeddings,
+        'windows': [getattr(config, 'sliding_window', None) if kind == _SLIDING else None for kind in types],
+        'rotates': [bool(turn) for turn in turns],
+        'ropes': [ropes[kind] for kind in types][: len(types)],
+    }
+
+
+def main() -> None:
+    RECORDED.parent.mkdir(exist_ok=True)
+    found = {name: read_by_transformers(fields) for name, fields in FORMS.items()}
+    for one in found.values():  # most layers have equal ropes: written once
+        kinds = []
+        one['rope_of_layer'] = []
+        for rope in one.pop('ropes'):
+            kinds += [] if rope in kinds else [rope]
+            one['rope_of_layer'].append(kinds.index(rope))
+        one['ropes'] = kinds
+    RECORDED.write_text(json.dumps(found, indent=None, sort_keys=True).replace('}, "', '},\n"') + '\n')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,122 @@
+"""Published forms of config.json, read as transformers reads them; and what other forms are refused with."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.formats.hf_config import HfError, hf_config, read_hf_config
+from areal_jax.models.rotary import rotary
+from tests.formats.config_forms import FORMS, RECORDED
+
+
+@functools.cache
+def recorded():
+    return json.loads(RECORDED.read_text())
+
+
+def read(directory, fields):
+    (directory / 'config.json').write_text(json.dumps(fields))
+    return read_hf_config(directory)
+
+
+def rope_of(config, layer):
+    """(frequencies, factor of cosine and sine) of a layer with rotation."""
+    cosine, sine = rotary(jnp.array([1]), config.head_dim, config.rope(layer))
+    return np.arctan2(sine[0], cosine[0]), np.hypot(cosine[0], sine[0])
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
+    config, theirs = read(tmp_path, FORMS[name]), recorded()[name]
+    fields = {
+        'vocab_size': config.vocab_size, 'hidden_size': config.d_model, 'num_hidden_layers': config.n_layers,
+        'num_attention_heads': config.n_heads, 'num_key_value_heads': config.n_kv_heads, 'head_dim': config.head_dim,
+        'intermediate_size': config.d_ff, 'rms_norm_eps': config.rms_eps, 'tie_word_embeddings': config.tie_embeddings,
+        'max_position_embeddings': config.context_tokens,
+    }  # fmt: skip
+    assert fields == {key: theirs[key] for key in fields}
+    layers = range(config.n_layers)
+    assert [config.window(layer) for layer in layers] == theirs['windows']
+    rotates = [bool(turns) for turns in theirs['rotates']]
+    assert [config.rope(layer) is not None for layer in layers] == rotates
+    for layer in [layer for layer in layers if rotates[layer]][:8]:
+        rope = theirs['ropes'][theirs['rope_of_layer'][layer]]
+        frequencies, magnitude = rope_of(config, layer)
+        np.testing.assert_allclose(frequencies, rope['frequencies'], rtol=1e-5)
+        np.testing.assert_allclose(magnitude, rope['magnitude'], rtol=1e-6)
+    if theirs['attention_bias'] is not None and name != 'qwen2':
+        assert (config.qkv_bias, config.output_bias) == (theirs['attention_bias'],) * 2
+    gemma = theirs['hidden_activation'] is not None
+    assert config.activation == ('gelu_tanh' if gemma else 'silu')
+    scale = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
+    assert scale == pytest.approx((theirs['query_pre_attn_scalar'] or config.head_dim) ** -0.5)
+    assert config.logit_cap == theirs['final_logit_softcapping']
+    assert config.embedding_factor == (config.d_model**0.5 if gemma else 1.0)
+    if config.experts:
+        experts = theirs['num_local_experts'] or theirs['num_experts']
+        assert (config.experts.count, config.experts.per_token) == (experts, theirs['num_experts_per_tok'])
+        assert config.experts.d_expert == (theirs['moe_intermediate_size'] or theirs['intermediate_size'])
+        clamp = config.experts.swiglu
+        assert (clamp and clamp.limit, clamp and clamp.alpha) == (theirs['swiglu_limit'], theirs['swiglu_alpha'])
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_a_form_comes_back_from_the_file_that_is_written_of_it(tmp_path, name):
+    config = read(tmp_path, FORMS[name])
+    assert read(tmp_path, json.loads(json.dumps(hf_config(config)))) == config
+
+
+def test_of_a_composite_model_the_whole_says_whether_the_head_is_tied(tmp_path):
+    form = FORMS['gemma3']
+    text = form['text_config'] | {'tie_word_embeddings': False}
+    assert read(tmp_path, form | {'text_config': text}).tie_embeddings
+    assert not read(tmp_path, form | {'tie_word_embeddings': False}).tie_embeddings
+    assert read(tmp_path, form).family == 'gemma3_text'
+
+
+@pytest.mark.parametrize(
+    ('model_type', 'feature'),
+    [
+        ('gemma4', 'head sizes that differ by layer'),
+        ('nemotron_h', r'state space layers \(Mamba 2\)'),
+        ('glm_moe_dsa', 'sparse attention by an indexer'),
+        ('kimi_linear', r'linear attention layers \(KDA\)'),
+        ('phi3', 'longrope'),
+        ('mistral3', 'queries are scaled by their positions'),
+    ],
+)
+def test_models_that_are_not_read_are_refused_with_the_feature_that_is_missing(tmp_path, model_type, feature):
+    said = rf'^\S+config\.json: model_type=\'{model_type}\' needs .*{feature}.*, which is not supported$'
+    with pytest.raises(HfError, match=said):
+        read(tmp_path, {'model_type': model_type})
+
+
+@pytest.mark.parametrize(
+    ('name', 'change', 'message'),
+    [
+        ('gemma3_text', {'attn_logit_softcapping': 50.0}, r'attn_logit_softcapping=50\.0 is not supported'),
+        ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True is not supported'),
+        ('gemma3_text', {'hidden_activation': 'silu'}, "hidden_activation='silu' is not supported"),
+        ('gemma3_text', {'sliding_window': None}, 'there is no sliding_window: name its tokens'),
+        ('gemma3_text', {'layer_types': ['chunked_attention'] * 18}, "18 entries of 'full_attention' or 'sliding_"),
+        ('gemma3_text', {'rope_parameters': {'rope_theta': 1e6}}, r'rope_parameters\.rope_theta=1000000\.0'),
+        (
+            'olmo3_defaults',
+            {'rope_parameters': {'full_attention': {'rope_type': 'yarn', 'factor': 2.0, 'truncate': False}}},
+            r'rope_parameters\.full_attention\.truncate=False',
+        ),
+        ('qwen3', {'rope_scaling': {'type': 'longrope'}}, "rope_type='longrope' needs rotary frequencies that depend"),
+        ('qwen3', {'rope_scaling': {'type': 'dynamic'}}, "rope_type='dynamic' needs rotary frequencies that depend"),
+        ('smollm3', {'no_rope_layers': [1, 0]}, r'no_rope_layers=\[1, 0\] .* 36 entries'),
+        ('gpt_oss', {'quantization_config': {'quant_method': 'fp8'}}, "supported: null, or quant_method 'mxfp4'"),
+        ('qwen3', {'quantization_config': {'quant_method': 'mxfp4'}}, 'quantization_config=.* supported: None'),
+    ],
+)
+def test_an_option_that_would_compute_something_else_is_refused(tmp_path, name, change, message):
+    with pytest.raises(HfError, match=message):
+        read(tmp_path, FORMS[name] | change)

@@ -1,0 +1,145 @@
+"""The families of 2026 in the learner: packed rows, meshes and adapters change nothing of what a model computes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.learning.forward import forward
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.weights import Lora, attach_adapters, merge_adapters
+from tests.learning.test_meshes import GROUPS, make_learner, update_once
+from tests.models.family_examples import CONFIGS, NAMES, draw
+
+PROMPT, ANSWERS = 12, (9, 7)  # tokens; windows have 5
+TOKENS = np.random.default_rng(0).integers(0, 300, PROMPT + sum(ANSWERS)).astype(np.int32)
+ROW = 40  # places
+
+
+def shared_row(tokens=TOKENS):
+    """A prompt with two answers and padding, in one row; every answer's tokens are predicted."""
+    row = {name: np.zeros((1, ROW), np.int32) for name in ('tokens', 'positions', 'segment_ids', 'parent_ids')}
+    row['tokens'][0, : len(tokens)] = tokens
+    sources, start = [], 0
+    for number, length in enumerate((PROMPT, *ANSWERS), start=1):
+        own = slice(start, start + length)
+        first = 0 if number == 1 else PROMPT
+        row['positions'][0, own] = np.arange(first, first + length)
+        row['segment_ids'][0, own], row['parent_ids'][0, own] = number, 1
+        if number > 1:
+            sources += [PROMPT - 1, *range(start, start + length - 1)]
+        start += length
+    targets = tokens[PROMPT:]
+    return {**row, 'sources': np.array([sources], np.int32), 'targets': targets[None]}
+
+
+def rows_apart():
+    """Each answer behind its own copy of the prompt, a row each; the shorter one has predictions of padding."""
+    rows = []
+    for answer in np.split(TOKENS[PROMPT:], [ANSWERS[0]]):
+        tokens, length = np.concatenate([TOKENS[:PROMPT], answer]), PROMPT + len(answer)
+        row = {name: np.zeros(ROW, np.int32) for name in ('tokens', 'positions', 'segment_ids', 'parent_ids')}
+        row['tokens'][:length], row['positions'][:length] = tokens, np.arange(length)
+        row['segment_ids'][:length] = row['parent_ids'][:length] = 1
+        more = ANSWERS[0] - len(answer)
+        row['sources'] = np.pad(np.arange(PROMPT - 1, length - 1), (0, more)).astype(np.int32)
+        row['targets'] = np.pad(answer, (0, more)).astype(np.int32)
+        rows.append(row)
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@functools.cache
+def compiled(config, attention, lora=None):
+    decoder = Decoder(config, lora=lora)
+
+    def loss(params, rows, weights):
+        logprobs, entropy = forward(decoder, params, rows, 0.8, attention=attention)
+        return jnp.sum(weights * (logprobs + 0.1 * entropy)), logprobs
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize('attention', ['dense', 'blocked'])
+@pytest.mark.parametrize('name', NAMES)
+def test_answers_that_share_their_prompt_are_as_apart(name, attention):
+    config, rng = CONFIGS[name], np.random.default_rng(1)
+    params, weights = draw(config), rng.normal(size=sum(ANSWERS)).astype(np.float32)
+    first, second = np.split(weights, [ANSWERS[0]])
+    of_rows = np.stack([first, np.pad(second, (0, ANSWERS[0] - ANSWERS[1]))])
+    run = compiled(config, attention)
+    (_, packed), gradient = run(params, shared_row(), weights[None])
+    (_, apart), expected = run(params, rows_apart(), of_rows)
+    apart = np.concatenate([apart[0], apart[1, : ANSWERS[1]]])
+    np.testing.assert_allclose(packed[0], apart, atol=3e-5)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        other = functools.reduce(lambda tree, key: tree[key.key], path, expected)
+        error = np.linalg.norm(leaf - other) / np.linalg.norm(other)
+        assert error <= 1e-5, (jax.tree_util.keystr(path), error)
+        assert np.linalg.norm(other) > 0
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_token_of_a_neighbour_changes_no_bit(name):
+    config = CONFIGS[name]
+    params, run = draw(config), compiled(config, 'blocked')
+    ones = np.ones((1, sum(ANSWERS)), np.float32)
+    before = np.asarray(run(params, shared_row(), ones)[0][1])[0]
+    changed = TOKENS.copy()
+    changed[PROMPT + 1] = (changed[PROMPT + 1] + 1) % 300  # of the first answer
+    after = np.asarray(run(params, shared_row(changed), ones)[0][1])[0]
+    np.testing.assert_array_equal(after[ANSWERS[0] :], before[ANSWERS[0] :])
+    assert np.abs(after[1 : ANSWERS[0]] - before[1 : ANSWERS[0]]).min() > 0
+    assert after[0] == before[0]
+
+
+_MESHES = {'fsdp': 2, 'context': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'}, {'expert': 2, 'tensor': 2, 'data': 2}
+
+
+@pytest.mark.parametrize(
+    ('name', 'mesh', 'layers'),
+    [
+        pytest.param('gpt_oss', {**_MESHES[1], 'strategy': 'tensor'}, 'list', id='gpt_oss, experts'),
+        pytest.param('gemma3', _MESHES[0], 'stacked', id='gemma3'),
+        *(
+            pytest.param(name, _MESHES[0], 'stacked', id=name, marks=pytest.mark.slow)
+            for name in NAMES
+            if name != 'gemma3'
+        ),
+    ],
+)
+def test_a_mesh_of_eight_changes_nothing(name, mesh, layers):
+    config = CONFIGS[name]
+    params = draw(config)
+    make = functools.partial(make_learner, config=config, params=params)
+    (expected, weights), (metrics, found) = (
+        update_once(make(**changes), GROUPS) for changes in ({}, {**mesh, 'layers': layers})
+    )
+    for metric in ('loss/value', 'update/grad_norm', 'mismatch/mean_abs'):
+        np.testing.assert_allclose(metrics[metric], expected[metric], rtol=1e-5, err_msg=metric)
+    for path, after in jax.tree_util.tree_leaves_with_path(weights):
+        before, other = (functools.reduce(lambda tree, key: tree[key.key], path, t) for t in (params, found))
+        step = np.linalg.norm(np.asarray(after) - np.asarray(before))
+        assert np.linalg.norm(np.asarray(after) - np.asarray(other)) <= 2e-5 * step + 1e-8, path
+        assert step > 0, path
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_adapters_compute_what_the_merged_weights_do(name):
+    config = CONFIGS[name]
+    lora = Lora(2, 4.0, ('query', 'value', 'output'))
+    params = draw(config)
+    rng = np.random.default_rng(5)
+    abstract = Decoder(config, lora=lora).abstract()
+    noise = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(np.float32), abstract)
+    adapted = attach_adapters(params, noise)
+    ones = np.ones((1, sum(ANSWERS)), np.float32)
+    (_, found), gradient = compiled(config, 'dense', lora)(adapted, shared_row(), ones)
+    (_, merged), _ = compiled(config, 'dense')(merge_adapters(adapted, lora), shared_row(), ones)
+    (_, plain), _ = compiled(config, 'dense')(params, shared_row(), ones)
+    np.testing.assert_allclose(found, merged, atol=3e-5)
+    assert np.abs(np.asarray(found) - np.asarray(plain)).max() > 0.01
+    assert np.linalg.norm(gradient['layers']['1']['attention']['query']['lora_a']) > 0
