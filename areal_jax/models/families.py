@@ -448,8 +448,10 @@ class ModelConfig:
 
 
 def default_kinds(family: str, n_layers: int, window: int) -> tuple[LayerKind, ...]:
-    """The layers of a model whose file does not list them; of window layers with a window of so many tokens."""
+    """The layers of a model whose file does not list them, one for all if they are equal; `window` is in tokens."""
     has = FAMILIES[family]
+    if not has.full_every and not has.unrotated_every:
+        return (LayerKind(),)
     ends = lambda number, every: every > 0 and number % every == 0
     return tuple(
         LayerKind(

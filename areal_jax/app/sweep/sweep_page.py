@@ -228,6 +228,7 @@ def _draw_panel(axes: Axes, chart: Chart) -> None:
                 axes.annotate(
                     format_number(value), (place, value), xytext=(0, -14 if line in below else 5),
                     textcoords='offset points', ha='center', fontsize=9, color=line.color,
+                    bbox={'color': 'white', 'alpha': 0.75, 'pad': 0.5},
                 )  # fmt: skip
     label_axes(axes, chart.title, chart.x, chart.unit)
 

@@ -13,7 +13,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -72,7 +72,7 @@ class LineTail:
             file.seek(self._offset)
             yield from self._read_lines(file)
 
-    def _continues(self, file: Any) -> bool:
+    def _continues(self, file: BinaryIO) -> bool:
         """Whether the bytes before the place of reading are the ones that were read."""
         file.seek(self._offset - len(self._mark))
         return file.read(len(self._mark)) == self._mark
@@ -82,7 +82,7 @@ class LineTail:
             restart()
         self._offset, self._inode, self._mark = 0, inode, b''
 
-    def _read_lines(self, file: Any) -> Iterator[tuple[int, bytes]]:
+    def _read_lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         rest = b''
         while content := file.read(self._chunk_bytes):
             *lines, rest = (rest + content).split(b'\n')
