@@ -13,11 +13,9 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,6 +67,9 @@ class Interpreter:
 
 def read_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
     """Returns the versions of packages by name, as the interpreter has them; {} if it does not run."""
+    import json
+    import subprocess  # with threads, which the template of forks must not load
+
     code = (
         'import importlib.metadata as m, json, sys\n'
         'found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}\n'
