@@ -11,6 +11,7 @@ from areal_jax.app.parts import task_builder
 from areal_jax.app.run import loop
 from areal_jax.app.run.reports import read_run, rebuild_report
 from areal_jax.app.workdir.records import read_starts
+from areal_jax.config import TrackedConfig
 from areal_jax.errors import ExitCode
 from areal_jax.report.pages.run_page import render_page
 from areal_jax.report.report import build_report
@@ -97,7 +98,7 @@ def test_a_level_that_does_not_work_ends_the_start(tmp_path, monkeypatch):
 def test_the_self_test_is_made_where_a_scorer_runs_code(capsys):
     def ask(**values):
         tried = []
-        config = small_config(task__verifier='process', **values)
+        config = TrackedConfig(small_config(task__verifier='process', **values))
         record = task_builder.try_scorer_sandbox(
             config, lambda *asked: tried.append(asked) or {**RECORD, 'level': asked[0]}
         )
