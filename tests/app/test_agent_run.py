@@ -79,7 +79,7 @@ def episodes(run):
 def test_kept_answers_have_the_turns_and_what_the_environment_said(whole):
     """telemetry.rollouts: every row of an episode, null and blanks where nothing was generated."""
     records = read_rollouts(whole.workdir)
-    require_equal(records, whole.batches, whole.session.program.parts.host.model.tokenizer.decode)
+    require_equal(records, whole.batches, whole.session.program.parts.host.model.tokenizer)
     rows = [answer for record in records for answer in record['answers']]
     assert any(answer['row'] for answer in rows)
     assert any(version == NOT_GENERATED for answer in rows for _, version in answer['versions'])

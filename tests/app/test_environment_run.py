@@ -17,7 +17,7 @@ from tests.app.test_program_run import FIELDS
 from tests.app.test_session import logprob_gaps
 
 pytestmark = pytest.mark.whole
-TOY = pathlib.Path(__file__).parents[1] / 'agents' / 'environments' / 'toy'
+TOY = pathlib.Path(__file__).parents[1] / 'agents' / 'toy'
 
 
 @pytest.fixture(scope='module')

@@ -58,10 +58,11 @@ def require_equal(records, batches, tokenizer):
 
 
 def describe_text(tokens, tokenizer):
-    """What a record has of tokens; a token of this vocabulary is one character, the EOS at the end has none."""
+    """What a record has of tokens: a plain token is one character here, and the EOS at the end has none."""
     text = tokenizer.decode(tokens)
-    assert len(text) in (len(tokens), len(tokens) - 1)
-    characters = [1] * len(text) + [0] * (len(tokens) - len(text))
+    plain = next(token for token in range(tokenizer.vocab_size) if len(tokenizer.decode([token])) == 1)
+    characters = [len(tokenizer.decode([token, plain])) - 1 for token in tokens[:-1].tolist()]
+    characters += [len(text) - sum(characters)] if len(tokens) else []
     return {'tokens': tokens.tolist(), 'text': text, 'characters': characters}
 
 

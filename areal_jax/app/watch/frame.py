@@ -125,7 +125,7 @@ def _lanes(run: LiveRun, width: int, most: int) -> list[Row]:
     if joined:
         mean = sum(shares[name] for name in engines) / len(engines)
         spread = f'{len(engines)} engines, {format_percent(min(shares[e] for e in engines))} to '
-        rows.append(_bar('engine/*', mean, width, spread + format_percent(max(shares[e] for e in engines))))
+        rows.append(_bar('engines', mean, width, spread + format_percent(max(shares[e] for e in engines))))
         ordered = [name for name in ordered if name not in engines]
     room = max(1, most - 1 - len(rows))
     rows += [_bar(name, shares[name], width, _describe_work(run, name)) for name in ordered[:room]]
