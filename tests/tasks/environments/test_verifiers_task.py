@@ -19,7 +19,7 @@ TASKS = [{'prompt': text, 'answer': text} for text in 'abcdefab']
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setenv('PYTHONPATH', str(pathlib.Path(__file__).parents[2] / 'agents' / 'environments' / 'toy'))
+    monkeypatch.setenv('PYTHONPATH', str(pathlib.Path(__file__).parents[2] / 'agents' / 'toy'))
     monkeypatch.setenv('AREAL_JAX_VERIFIERS_PYTHON', sys.executable)
 
 
