@@ -363,17 +363,20 @@ def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Mod
 
 
 def _gemma_fields(fields: _Fields, n_layers: int, d_model: int) -> dict[str, object]:
-    """Which layers have windows, their rope and the scale of queries are not in the file: they are those of the family.
+    """Which layers have windows, and mostly their rope, are not in the file: they are those of the family.
 
-    Scores are divided by the root of head_dim, as in all models but the largest.
+    Scores are divided by the root of head_dim, as in all models but the one of 27B, whose rotary scaling is refused.
     """
     family = FAMILIES['gemma3_text']
-    assert family.window_theta is not None
+    pattern = 'gemma3.attention.sliding_window_pattern'
+    if (every := fields.integer(pattern, family.full_every)) != family.full_every:
+        raise GgufError(f'{fields.path}: {pattern}={every}; only {family.full_every} is supported')
     kinds = default_kinds('gemma3_text', n_layers, fields.integer('gemma3.attention.sliding_window'))
-    local = Rope(family.window_theta)
+    local = Rope(fields.number('gemma3.rope.freq_base_swa', family.window_theta))
     return {
         'kinds': tuple(dataclasses.replace(kind, rope=local) if kind.window else kind for kind in kinds),
         'embedding_factor': math.sqrt(d_model),
+        'logit_cap': fields.number('gemma3.final_logit_softcapping', 0.0) or None,
     }
 
 

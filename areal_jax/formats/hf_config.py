@@ -13,7 +13,7 @@ import pathlib
 
 from areal_jax import files
 from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, rope_fields
-from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, ClampedSwiglu, Experts, ModelConfig
+from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, LAYERS_END, ClampedSwiglu, Experts, ModelConfig
 
 CONFIG = 'config.json'
 TEXT_OF = {'gemma3': 'gemma3_text'}  # composite models by model_type, whose text part alone is read
@@ -58,7 +58,6 @@ _ONLY: dict[str, object] = {
     'shared_expert_intermediate_size': 0,
     'router_jitter_noise': 0.0,
 }
-_LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours
 
 
 def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -160,7 +159,7 @@ def read_json(path: pathlib.Path) -> files.JsonObject:
 def _model_config(fields: Fields, family: str) -> ModelConfig:
     defaults = FAMILIES[family]
     size = lambda name, **bounds: fields.integer(name, defaults.sizes.get(name), **bounds)
-    n_layers = size('num_hidden_layers', end=_LAYERS_END)
+    n_layers = size('num_hidden_layers', end=LAYERS_END)
     n_heads = size('num_attention_heads')
     d_model = size('hidden_size')
     if fields.get('head_dim', defaults.head_dim) is None and d_model % n_heads:

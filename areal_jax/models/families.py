@@ -405,7 +405,7 @@ class ModelConfig:
         if (self.experts is None) == (FAMILIES[self.family].experts is not None):
             has = 'has experts' if self.experts is None else 'has none'
             raise ConfigError(f'family={self.family!r} {has}, and experts={self.experts} does not fit it')
-        if self.experts and not set(self.experts.dense_layers) <= set(range(self.n_layers)):
+        if self.experts and not all(layer in range(self.n_layers) for layer in self.experts.dense_layers):
             raise ConfigError(f'dense layers {self.experts.dense_layers} must be layers, 0 to {self.n_layers - 1}')
 
     def kind(self, layer: int) -> LayerKind:
@@ -447,11 +447,22 @@ class ModelConfig:
         return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))
 
 
+LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours
+
+
 def default_kinds(family: str, n_layers: int, window: int) -> tuple[LayerKind, ...]:
-    """The layers of a model whose file does not list them, one for all if they are equal; `window` is in tokens."""
+    """The layers of a model whose file does not list them, one for all if they are equal; `window` is in tokens.
+
+    Raises ConfigError for layers that differ and are too many to be listed.
+    """
     has = FAMILIES[family]
     if not has.full_every and not has.unrotated_every:
         return (LayerKind(),)
+    if n_layers >= LAYERS_END:
+        raise ConfigError(
+            f'n_layers={n_layers} must be below {LAYERS_END} for family={family!r}, whose layers differ; lower '
+            'model.n_layers'
+        )
     ends = lambda number, every: every > 0 and number % every == 0
     return tuple(
         LayerKind(

@@ -75,7 +75,8 @@ def write(path, tensors, *, architecture='llama', prefix='llama', without=(), st
     own = lambda key: key.replace('llama.', f'{prefix}.')
     for key, value in {**FIELDS, **{key.replace('__', '.'): value for key, value in more.items()}}.items():
         if key not in without:
-            add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+            kinds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            add = kinds[type(value)]
             add(own(key), value)
     for key, value in NUMBERS.items():
         writer.add_float32(own(key), value)
@@ -205,6 +206,15 @@ def test_a_gemma_has_its_norms_without_the_one_and_its_queries_as_they_are(tmp_p
     path = write(tmp_path / 'model.gguf', tensors, architecture='gemma3', prefix='gemma3', **more)
     config, loaded, _ = load_gguf(path)
     assert config == GEMMA
+    said = {'llama__rope__freq_base_swa': 50.0, 'llama__final_logit_softcapping': 30.0}
+    config, *_ = load_gguf(
+        write(tmp_path / 'said.gguf', tensors, architecture='gemma3', prefix='gemma3', **more, **said)
+    )
+    assert (config.kinds, config.logit_cap) == ((LayerKind(9, rope=Rope(50.0)),), 30.0)
+    every = {'llama__attention__sliding_window_pattern': 4}
+    other = write(tmp_path / 'other.gguf', tensors, architecture='gemma3', prefix='gemma3', **more, **every)
+    with pytest.raises(GgufError, match='sliding_window_pattern=4; only 6 is supported'):
+        load_gguf(other)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), loaded, params)
 
 

@@ -7,7 +7,15 @@ import math
 
 import pytest
 
-from areal_jax.models.families import LayerKind, LinearScaling, Llama3Scaling, ModelConfig, Rope, YarnScaling
+from areal_jax.models.families import (
+    LayerKind,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    Rope,
+    YarnScaling,
+    default_kinds,
+)
 
 CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0
@@ -48,6 +56,12 @@ def test_a_stretch_by_no_number_is_refused():
 def test_a_window_without_tokens_is_refused():
     with pytest.raises(ValueError, match='window=0 must be at least 1, or None'):
         LayerKind(0)
+
+
+@pytest.mark.parametrize('family', ['gemma3_text', 'smollm3', 'gpt_oss'])
+def test_layers_that_differ_are_not_listed_for_hours(family):
+    with pytest.raises(ValueError, match=rf"n_layers={2**31 - 1} must be below 1024 for family='{family}'"):
+        default_kinds(family, 2**31 - 1, 5)
 
 
 def test_a_layer_has_its_kind_or_the_kind_of_all_layers():
