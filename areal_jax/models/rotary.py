@@ -39,9 +39,9 @@ def stretch(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.n
     """The frequencies for contexts longer than the original one."""
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
-    kept = _kept_by_yarn(len(frequencies), theta, scaling) if isinstance(scaling, YarnScaling) else None
-    if kept is None:
-        assert isinstance(scaling, Llama3Scaling)
+    if isinstance(scaling, YarnScaling):
+        kept = _kept_by_yarn(len(frequencies), theta, scaling)
+    else:
         kept = _kept_by_llama3(frequencies, scaling)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 

@@ -68,18 +68,11 @@ def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight
     return Weight(f'layers/*/{path}/bias', shape, 'features', Init.ZEROS, hf_name, when=when)
 
 
-def norm(
-    path: str,
-    shape: str,
-    hf_name: str,
-    gguf_name: str | None = None,
-    when: str | None = None,
-    init: Init = Init.ONES,
-) -> Weight:
+def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when: str | None = None) -> Weight:
     """The scale of an RMS norm of every layer."""
     gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
     hf_name = f'model.layers.*.{hf_name}.weight'
-    return Weight(f'layers/*/{path}', shape, 'features', init, hf_name, gguf_name=gguf_name, when=when)
+    return Weight(f'layers/*/{path}', shape, 'features', Init.ONES, hf_name, gguf_name=gguf_name, when=when)
 
 
 def experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
