@@ -71,17 +71,11 @@ def _print_frame(run: LiveRun) -> None:
 
     from areal_jax.app.watch.frame import render_frame
 
-    width, height = shutil.get_terminal_size(_PIPE) if sys.stdout.isatty() else _read_size()
+    width, height = shutil.get_terminal_size(_PIPE)
     console = Console(file=sys.stdout, width=width, highlight=False, legacy_windows=False)
     for line in render_frame(run, width, height, _is_plain(sys.stdout)):
         console.print(line, soft_wrap=True)
     sys.stdout.flush()
-
-
-def _read_size() -> tuple[int, int]:
-    """COLUMNS and LINES of the environment, or _PIPE."""
-    size = shutil.get_terminal_size(_PIPE)
-    return size.columns, size.lines
 
 
 def _print_frames(run: LiveRun, every_s: float) -> None:

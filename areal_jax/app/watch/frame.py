@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from areal_jax.app.watch.live_run import LiveRun, ShortAnswer
 from areal_jax.app.workdir.run_list import FAILED, FINISHED, NEVER_BEGAN, RUNNING
-from areal_jax.lanes import is_engine_lane, is_upkeep_lane, lane_group
+from areal_jax.lanes import DISK, LEARNER, PUBLISH, REWARD, is_engine_lane, is_upkeep_lane, lane_group
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, counts, number
 from areal_jax.telemetry.progress import format_duration, format_number, format_percent
@@ -25,7 +26,7 @@ _TALL = 32  # lines from which sections are separated and have more detail
 _LABEL = 10  # columns of the first column
 _BAR = 24  # of a bar at most
 _LEAST_ANSWERS = 4
-_LANES = ('engine', 'learner', 'reward', 'publish', 'disk')  # shown first, in this order
+_LANES = ('engine', LEARNER, REWARD, PUBLISH, DISK)  # shown first, in this order
 _TONES = {RUNNING: 'bold green', FINISHED: 'bold green', FAILED: 'bold red', NEVER_BEGAN: 'bold yellow'}
 _LEVELS = '▁▂▃▄▅▆▇█'
 _PLAIN = str.maketrans('▁▂▃▄▅▆▇█░│→·…', '__.-=+*#.|>-.')  # for a terminal without Unicode
@@ -66,7 +67,7 @@ def _arrange(run: LiveRun, width: int, height: int) -> list[Row]:
         return [[(f'there is no {run.workdir} yet: a run makes it when it starts', 'yellow')]]
     gap: list[Row] = [[]] if height >= _TALL else []
     above: list[list[Row]] = [_head(run)]
-    below = [_slots(run, width), _groups(run), _ages(run, width), _rates(run), _curve(run, width, height)]
+    below = [_slots(run, width), _groups(run), _ages(run, width), _rates(run), _curve(run, width)]
     fixed = sum(len(section) + len(gap) for section in (*above, *below) if section)
     most = max(3, height - fixed - 2 * len(gap) - _LEAST_ANSWERS)
     sections = [*above, _lanes(run, width, most), *below]
@@ -81,7 +82,7 @@ def _label(text: str) -> Part:
 
 
 def _head(run: LiveRun) -> list[Row]:
-    state = f'{run.state}' + (f' ({run.holder})' if run.holder else f': {run.reason}' if run.reason else '')
+    state = run.state + (f' ({run.holder})' if run.holder else f': {run.reason}' if run.reason else '')
     told = [('  ' + run.loop.doing, 'yellow')] if run.loop.doing and run.is_running else []
     silent = f'  no event for {format_duration(run.silent_s)}' if run.is_running and run.silent_s >= 30 else ''
     first: Row = [
@@ -137,13 +138,16 @@ def _lanes(run: LiveRun, width: int, most: int) -> list[Row]:
 
 
 def _bar(name: str, share: float, width: int, detail: str) -> Row:
+    style = 'cyan' if name.startswith('engine') else 'green' if name == LEARNER else 'blue'
+    label = f'{cut_text(name, _LABEL - 1):<{_LABEL}}'
+    return [(label, ''), *_fill(share, width, style), (f' {share:>4.0%}  ', ''), (detail, 'dim')]
+
+
+def _fill(share: float, width: int, style: str) -> Row:
+    """A bar of which a share is full."""
     length = min(_BAR, max(8, width - _LABEL - 40))
     full = round(share * length)
-    style = 'cyan' if is_engine_lane(name) or name.startswith('engine') else 'green' if name == 'learner' else 'blue'
-    return [
-        (f'{cut_text(name, _LABEL - 1):<{_LABEL}}', ''), ('█' * full, style), ('░' * (length - full), 'dim'),
-        (f' {share:>4.0%}  ', ''), (detail, 'dim'),
-    ]  # fmt: skip
+    return [('█' * full, style), ('░' * (length - full), 'dim')]
 
 
 def _describe_work(run: LiveRun, name: str) -> str:
@@ -170,10 +174,8 @@ def _slots(run: LiveRun, width: int) -> list[Row]:
     old = f', {format_duration(ago)} ago' if ago >= 2 else ''
     each = ' '.join(f'{one.used}/{one.slots}' for _, one in slots) if len(slots) > 1 else ''
     of = f'version {versions[0]}' if len(versions) == 1 else f'versions {versions[0]} to {versions[-1]}'
-    length = min(_BAR, max(8, width - _LABEL - 40))
-    full = round(length * used / whole) if whole else 0
     return [[
-        _label('slots'), ('█' * full, 'magenta'), ('░' * (length - full), 'dim'), (f' {used} of {whole}', ''),
+        _label('slots'), *_fill(used / whole if whole else 0.0, width, 'magenta'), (f' {used} of {whole}', ''),
         (f'  at the last dispatch{old}, {of}  {each}', 'dim'),
     ]]  # fmt: skip
 
@@ -205,11 +207,11 @@ def _ages(run: LiveRun, width: int) -> list[Row]:
         return []
     ages = counts(row, names.TOKEN_AGE_HISTOGRAM)
     tokens = sum(ages) or 1
-    eta = run.fields.get('staleness.eta', '')
-    bound = 'unbounded' if eta in ('inf', 'Infinity') else format_number(float(eta)) if eta else '?'
+    eta = float(run.fields.get('staleness.eta', 'nan'))  # of no age is it true that it is more than nan
+    bound = '?' if math.isnan(eta) else 'unbounded' if math.isinf(eta) else format_number(eta)
     parts: Row = [_label('ages')]
     for age, count in enumerate(ages[:8]):
-        tone = 'red' if eta not in ('', 'inf', 'Infinity') and age > float(eta) else 'yellow'
+        tone = 'red' if age > eta else 'yellow'
         parts += [
             (f'{age} ', ''),
             ('█' * max(count > 0, round(8 * count / tokens)), tone),
@@ -239,7 +241,7 @@ def _rates(run: LiveRun) -> list[Row]:
     ]
 
 
-def _curve(run: LiveRun, width: int, height: int) -> list[Row]:
+def _curve(run: LiveRun, width: int) -> list[Row]:
     """The curve of the reward over the updates, or of a loss."""
     for name, label in _CURVES:
         values = [value for row in run.rows if name in row and (value := number(row, name)) is not None]

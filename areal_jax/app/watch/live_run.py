@@ -213,10 +213,6 @@ def _decode(loop: Loop, event: Event) -> None:
     loop.slots[event['engine']] = Slots(event['time'], used, len(event['slots']), event['version'])
 
 
-def _receive(loop: Loop, event: Event) -> None:
-    loop.note_tokens(event)
-
-
 def _start_work(loop: Loop, event: Event) -> None:
     loop.lane(event['lane'] or '').open[event['run']] = event
 
@@ -247,7 +243,7 @@ _HANDLERS: Mapping[bytes, Callable[[Loop, Event], None]] = {
     b'consume': _consume,
     b'publish': _publish,
     b'decode': _decode,
-    b'receive': _receive,
+    b'receive': Loop.note_tokens,
     b'run_start': _start_work,
     b'run_done': _end_work,
     b'leave': _leave,
