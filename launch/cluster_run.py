@@ -16,12 +16,12 @@ from ml_collections import config_dict
 from areal_jax.app.command_line import CommandLine, define_path, find_config_file, require_workdir
 from areal_jax.app.process.setup import require_extras
 from areal_jax.app.roles.roles import require_roles
+from areal_jax.app.workdir.environment import read_versions
 from areal_jax.config import flatten
 from areal_jax.config.cluster import ENGINES, LEARNER, USE_EQUAL, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import SERVER, find_server, resolve
 from areal_jax.errors import UserError
-from areal_jax.workers.descendants import read_versions
 
 MODULE = 'areal_jax.main_role'
 STEADY_S = 600  # a role that lived so long has started well: its restarts are counted anew

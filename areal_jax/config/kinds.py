@@ -33,9 +33,7 @@ class Launch(NamedTuple):
     serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
     plan: Reference  # (config, workdir, number) -> the words after `python -m` for that server next to a trainer
     require: Reference | None = None  # () -> None; raises UserError if none can be started here
-    require_version: Reference | None = (
-        None  # (on GPUs, settings of the nodes) -> None; UserError before a job is queued
-    )
+    require_version: Reference | None = None  # (on GPUs, settings of the nodes) -> None; UserError before a job
     prepare: Reference | None = None  # (config, workdir) -> None: writes the files that servers next to a trainer read
     front: Reference | None = None  # () -> app.roles.server_front.FrontKind of areal-serve; None: HTTP
     enter: Reference | None = None  # () -> None: continues under the interpreter that has the modules of its servers

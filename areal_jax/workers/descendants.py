@@ -18,12 +18,10 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from areal_jax.errors import UserError
-from areal_jax.installation import find_clone, strip_python_path
-
-_VERSIONS_S = 60.0  # for an interpreter on a slow file system
+from areal_jax.installation import find_clone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +61,6 @@ class Interpreter:
         if find_clone() is None:
             return f'install {self.title} into an environment of its own, and name its interpreter in {self.variable}'
         return f'make one with `bash {self.script}{options}`, or name one in {self.variable}'
-
-
-def read_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Returns the versions of packages by name, as the interpreter has them; {} if it does not run."""
-    import json
-    import subprocess  # with threads, which the template of forks must not load
-
-    code = (
-        'import importlib.metadata as m, json, sys\n'
-        'found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}\n'
-        'print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))'
-    )
-    environment = {**os.environ, 'PYTHONPATH': strip_python_path()}
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        done = subprocess.run(
-            [python, '-c', code, *packages], env=environment, capture_output=True, timeout=_VERSIONS_S, check=True
-        )
-        return dict(json.loads(done.stdout))
-    return {}
 
 
 MARK = 'AREAL_JAX_WORKER'  # environment variable: which worker a process descends from

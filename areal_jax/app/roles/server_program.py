@@ -25,6 +25,7 @@ from ml_collections import config_dict
 from areal_jax.app.process.ending import Interrupts, Wakeups, code_of_stopped_server
 from areal_jax.app.process.setup import API_KEY, find_key
 from areal_jax.app.roles.roles import RoleProcess, await_controller
+from areal_jax.app.workdir.environment import read_versions
 from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import ClientKind
@@ -34,7 +35,7 @@ from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry import Registration
 from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import describe_server
-from areal_jax.workers.descendants import Interpreter, read_versions
+from areal_jax.workers.descendants import Interpreter
 
 _END_S = 5.0  # after SIGTERM
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
@@ -10,9 +11,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from areal_jax.installation import find_clone
+from areal_jax.installation import find_clone, strip_python_path
 
 PACKAGES = ('areal_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'ml_collections')
+_VERSIONS_S = 60.0  # for an interpreter on a slow file system
 
 
 def git_commit() -> str | None:
@@ -36,6 +38,22 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def read_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of packages by name, as another interpreter has them; {} if it does not run."""
+    code = (
+        'import importlib.metadata as m, json, sys\n'
+        'found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}\n'
+        'print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))'
+    )
+    command = [python, '-c', code, *packages]
+    environment = {**os.environ, 'PYTHONPATH': strip_python_path()}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_VERSIONS_S, check=True)
+        return dict(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
 
 
 class Hardware(TypedDict):
