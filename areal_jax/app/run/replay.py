@@ -26,7 +26,6 @@ from areal_jax.app.workdir.records import (
     PLAN,
     SCHEDULE,
     STARTS,
-    TASK,
     DataFile,
     RecordedRun,
     Start,
@@ -34,13 +33,13 @@ from areal_jax.app.workdir.records import (
     digest,
     load_own_code,
     restore_config,
+    task_paths,
 )
 from areal_jax.app.workdir.run_directory import Report, sample_digest
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import DECOUPLED_PPO, find_objective
-from areal_jax.config.sources import SOURCES
 from areal_jax.control.clocks.virtual import EndOfLogError, ReplayClock
 from areal_jax.control.event_writer import EventLog, Recording, ReplayError, find_starts, require_whole, truncate_events
 from areal_jax.errors import UserError
@@ -197,8 +196,7 @@ def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.Config
     """Returns the config of a start with the local paths; raises UserError for a missing or different file."""
     config = restore_config(start['config'], run.where(STARTS))
     for field, path in paths.items():
-        of_sources = [f'{SOURCES}.{name}.path' for name, own in config.task.sources.items() if 'path' in own]
-        if field not in (known := (TASK, *of_sources, SCHEDULE, PLAN, MODEL)):
+        if field not in (known := (*task_paths(config), SCHEDULE, PLAN, MODEL)):
             raise UserError(f'--data={field}={path}: {field} names no data; use {", ".join(known[:-1])} or {known[-1]}')
         config.update_from_flattened_dict({field: _FORMS.get(field, '{}').format(path)})
     for field, read in data_files(config.to_dict()).items():

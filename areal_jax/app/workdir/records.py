@@ -28,7 +28,7 @@ from areal_jax.config.near_names import read_saved, require_saved, unknown_field
 from areal_jax.config.objectives import FIELD as OBJECTIVE
 from areal_jax.config.objectives import find_objective, is_policy
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.config.sources import SOURCES, find_path, list_tasks
+from areal_jax.config.sources import find_path, list_tasks
 from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.errors import UserError, show
 from areal_jax.events.records import fits
@@ -120,7 +120,7 @@ def _example(config: config_dict.ConfigDict) -> list[TrajectoryGroup]:
 
 
 STARTS = 'starts.json'  # in the workdir
-TASK, SCHEDULE, PLAN, MODEL = 'task.path', 'staleness.schedule', FIELD, 'model.path'  # fields that name files
+SCHEDULE, PLAN, MODEL = 'staleness.schedule', FIELD, 'model.path'  # fields that name files, next to `task_paths`
 _FIX = 'restore the file as the run wrote it'
 _TRACE = re.compile(r'trace\((.+)\)')
 
@@ -206,11 +206,9 @@ def read_starts(content: bytes, name: str) -> list[Start]:
     return starts
 
 
-def task_paths(task: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the paths that the section `task` reads, by field: those of its sources, and the common one if used."""
-    sources = task.get('sources', {})
-    paths = {f'{SOURCES}.{name}.path': source['path'] for name, source in sources.items() if 'path' in source}
-    return paths if len(paths) >= max(1, len(sources)) else {TASK: task['path'], **paths}
+def task_paths(config: config_dict.ConfigDict) -> dict[str, str]:
+    """Returns the paths that the tasks of a config read, by field; a source without its own has the common one."""
+    return {find_path(task, 'path'): task.path for task in list_tasks(config).values()}
 
 
 def data_files(values: Mapping[str, Any]) -> dict[str, Sequence[pathlib.Path]]:
@@ -221,10 +219,10 @@ def data_files(values: Mapping[str, Any]) -> dict[str, Sequence[pathlib.Path]]:
     found: dict[str, Sequence[pathlib.Path]] = {}
     simulation = values.get('simulation', {})
     if not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK:
-        paths = {field: path for field, path in task_paths(values['task']).items() if path}
         found = {
             field: locate_dataset(field, path) if is_hub_name(path) else [pathlib.Path(path)]
-            for field, path in paths.items()
+            for field, path in task_paths(config_dict.ConfigDict({'task': values['task']})).items()
+            if path
         }
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
         found[SCHEDULE] = [pathlib.Path(match[1])]
