@@ -284,11 +284,10 @@ def read_demonstrations(
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier ones of
     the assistant are context, except where `train` or `weight` is 1), or else with `question` and `answer`.
-    `system_prompt` goes before conversations that do
-    not begin with a system prompt. The chat template shows the `tools` of a line, and the keys of earlier messages that
-    it reads. Other keys that would change what is trained are refused (user_lines.py). A hash of the first user message
-    decides the side, so that a question with several answers is on one side, and on the same side as in the task
-    'jsonl'.
+    `system_prompt` goes before conversations that do not begin with a system prompt. The chat template shows the
+    `tools` of a line, and the keys of earlier messages that it reads. Other keys that would change what is trained are
+    refused (user_lines.py). A hash of the first user message decides the side, so that a question with several answers
+    is on one side, and on the same side as in the task 'jsonl'.
 
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
@@ -302,9 +301,7 @@ class _Line(NamedTuple):
     source: str
     messages: Messages  # before the answers
     tools: Tools
-    answers: tuple[
-        Sequence[JsonObject], ...
-    ]  # turns of each, from the first trained one to the last; see _encode_turns
+    answers: tuple[Sequence[JsonObject], ...]  # turns of each, from the first trained one on; see _encode_turns
 
 
 def _encode_lines(

@@ -117,8 +117,9 @@ class SourceCounts:
     def take(self, record: StepRecord) -> dict[str, Value]:
         """Returns the metrics of an update, and begins to count for the next one."""
         found: dict[str, Value] = {}
-        trained = {source: _count_trained(record, groups) for source, groups in self._split(record).items()}
-        for source, groups in self._split(record).items():
+        split = self._split(record)
+        trained = {source: _count_trained(record, groups) for source, groups in split.items()}
+        for source, groups in split.items():
             own = _measure_groups(groups) | {
                 names.SOURCE_DRAWN: self._drawn[source],
                 names.SOURCE_DROPPED: self._dropped[source],
