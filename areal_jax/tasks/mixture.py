@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from areal_jax.files import JsonObject
+from areal_jax.hub import HubError
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.task import PromptSet, Split, Task, TaskError
 from areal_jax.types import Prompt
@@ -146,20 +147,20 @@ class Mixture:
 
 @contextlib.contextmanager
 def naming_source(source: str) -> Iterator[None]:
-    """Raises a TaskError from inside again, with the source that it is of; without a source as it is."""
+    """Raises an error of a task or its data set from inside again, with its source; without a source as it is."""
     try:
         yield
-    except TaskError as error:
+    except (TaskError, HubError) as error:
         if not source:
             raise
         raise TaskError(f'task.sources.{source}: {error}') from (error.__cause__ or error)
 
 
-def list_tasks(problems: PromptSet) -> Mapping[str, Task]:
+def split_problems(problems: PromptSet) -> Mapping[str, Task]:
     """The tasks by `Prompt.source`: those of a mixture, or the only one under ''."""
     return problems.tasks if isinstance(problems, Mixture) else {'': cast(Task, problems)}
 
 
 def final_answer(problems: PromptSet, prompt: Prompt, text: str) -> str:
     """The final answer of a text, as the task of the prompt reads it; see Task.final_answer."""
-    return list_tasks(problems)[prompt.source].final_answer(text)
+    return split_problems(problems)[prompt.source].final_answer(text)

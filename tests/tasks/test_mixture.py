@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.tasks.mixture import Interleaving, Mixture, MixtureStream, final_answer, list_tasks, naming_source
+from areal_jax.tasks.mixture import Interleaving, Mixture, MixtureStream, final_answer, naming_source, split_problems
 from areal_jax.tasks.questions import question_task
 from areal_jax.tasks.task import ClientStream, TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -151,7 +151,7 @@ def test_a_final_answer_is_read_by_the_task_of_the_prompt():
     assert (first.source, third.source) == ('easy', 'hard')
     assert (final_answer(mixture, first, '7'), final_answer(mixture, third, '7')) == ('7', 'hard 7')
     alone = make_task('alone', 9)
-    assert list_tasks(alone) == {'': alone}
+    assert split_problems(alone) == {'': alone}
     assert final_answer(alone, alone.prompts('train', 0).draw(), '7') == '7'
 
 

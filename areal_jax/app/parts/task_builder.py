@@ -33,8 +33,7 @@ from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.code.code_task import require_time
 from areal_jax.tasks.demonstrations import Demonstrations, contrast_task, read_demonstrations, read_pairs, solve_task
-from areal_jax.tasks.mixture import Mixture, naming_source
-from areal_jax.tasks.mixture import list_tasks as list_problems
+from areal_jax.tasks.mixture import Mixture, naming_source, split_problems
 from areal_jax.tasks.registry import make_task, require_known, value_names
 from areal_jax.tasks.scoring.verifier import (
     Audit,
@@ -219,7 +218,7 @@ def build_verifier(
     Raises UserError for a scorer that workers cannot load, for a problem whose time limit exceeds the deadline, and,
     at the start, for a scorer that fails.
     """
-    of_sources, tasks = config.list_tasks(), list_problems(task)
+    of_sources, tasks = config.list_tasks(), split_problems(task)
     if config.task.verifier == 'inline':
         inline = {
             source: _build_inline(config, of_source, tasks[source], decode) for source, of_source in of_sources.items()
