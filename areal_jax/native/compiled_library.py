@@ -26,7 +26,6 @@ import jaxlib
 
 # names in the source
 ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'
-ATTEND_SINKS = 'areal_jax_cache_attend_sinks'
 PROJECT, FINISH, STEP = 'areal_jax_project', 'areal_jax_finish', 'areal_jax_step'
 RANK = 'areal_jax_rank'
 BYTE_MULTIPLY, BYTE_STEP = 'areal_jax_byte_multiply', 'areal_jax_byte_step'
@@ -35,8 +34,8 @@ EXPERT_PRODUCTS, EXPERT_MIX, EXPERT_GRADIENT = (
     'areal_jax_expert_products', 'areal_jax_expert_mix', 'areal_jax_expert_gradient',
 )  # fmt: skip
 _NAMES = (
-    ATTEND, ATTEND_SINKS, WRITE, MULTIPLY, PROJECT, FINISH, STEP, RANK, BYTE_MULTIPLY, BYTE_PROJECT, BYTE_FINISH,
-    BYTE_STEP, EXPERT_PRODUCTS, EXPERT_MIX, EXPERT_GRADIENT,
+    ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP, RANK, BYTE_MULTIPLY, BYTE_PROJECT, BYTE_FINISH, BYTE_STEP,
+    EXPERT_PRODUCTS, EXPERT_MIX, EXPERT_GRADIENT,
 )  # fmt: skip
 SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
 FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')  # of the compiler

@@ -35,13 +35,20 @@ namespace {
 constexpr int64_t kAhead = 4;  // tokens whose places in the cache are fetched before they are written
 
 // q [B, H, D], keys and values [blocks, T, K, D], tables one behind the other, the place among them where the table of each
-// row starts [B], lengths [B] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by side share reads.
-ffi::Future AttendWithSinks(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
-                            Integers lengths, const float* sinks, int64_t window, ffi::Result<Floats> out) {
+// row starts [B], lengths [B], maybe sinks [H] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by
+// side share reads.
+ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
+                       Integers lengths, ffi::RemainingArgs args, int64_t window, ffi::Result<Floats> out) {
   const auto shape = q.dimensions(), cache = keys.dimensions();
   const Sizes sizes{shape[1], cache[2], cache[3], cache[1]};
   const int64_t rows = shape[0], width = shape[1] * shape[2];
   const int32_t* start = starts.typed_data();
+  const float* sinks = nullptr;
+  if (args.size()) {
+    auto given = args.get<Floats>(0);
+    if (!given) return Fail("areal_jax_cache_attend: sinks are float32");
+    sinks = given->typed_data();
+  }
   Phases phases;
   auto& queries = phases.Keep(std::vector<Queries>());
   for (int64_t b = 0, count; b < rows; b += count) {
@@ -53,17 +60,6 @@ ffi::Future AttendWithSinks(ffi::ThreadPool pool, Floats q, Floats keys, Floats 
     Attend(queries[i], k, v, sizes);
   });
   return phases.RunBehindPreferred(pool);
-}
-
-ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
-                       Integers lengths, int64_t window, ffi::Result<Floats> out) {
-  return AttendWithSinks(pool, q, keys, values, tables, starts, lengths, nullptr, window, out);
-}
-
-// The same with sinks [H], see Queries.
-ffi::Future AttendSinks(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
-                        Integers lengths, Floats sinks, int64_t window, ffi::Result<Floats> out) {
-  return AttendWithSinks(pool, q, keys, values, tables, starts, lengths, sinks.typed_data(), window, out);
 }
 
 // The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n]; the results are the arguments.
@@ -410,19 +406,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend, areal_jax::AttendRows,
                                   .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Integers>()
-                                  .Attr<int64_t>("window")
-                                  .Ret<areal_jax::Floats>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend_sinks, areal_jax::AttendSinks,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
+                                  .RemainingArgs()
                                   .Attr<int64_t>("window")
                                   .Ret<areal_jax::Floats>());
 

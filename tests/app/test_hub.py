@@ -14,7 +14,7 @@ from areal_jax.app.export.run_export import export_run
 from areal_jax.app.library import build_run
 from areal_jax.app.run.reports import rebuild_report
 from areal_jax.app.workdir.run_directory import WEIGHTS
-from areal_jax.errors import ExitCode
+from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import read_json
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.hub import HubError
@@ -127,11 +127,36 @@ def test_a_run_with_engines_notes_its_revisions_at_the_start_and_in_its_report(s
     assert read_json(tmp_path / 'run' / 'report.json')['revisions'] == revisions
 
 
+def mix(path):
+    columns = {'question': 'problem', 'answer': 'final'}
+    return {'task__sources': {'sums': {'weight': 1.0, 'path': path, 'columns': columns}}, 'task__path': ''}
+
+
+def test_a_mixture_notes_the_revision_of_the_data_set_of_a_source(server, tmp_path, capsys):
+    generate(tmp_path / 'run', **mix('hf:org/sums:main'), run__clock='real')
+    revisions = {'model.path': COMMIT, 'task.sources.sums.path': COMMIT}
+    [start] = read_json(tmp_path / 'run' / 'starts.json')['starts']
+    assert start['revisions'] == revisions
+    assert read_json(tmp_path / 'run' / 'facts.json')['revisions'] == revisions
+    hub.locate_dataset('task.path', f'hf:org/sums@{EARLIER}:main')
+    (tmp_path / 'hub' / 'datasets--org--sums' / 'refs' / 'main').write_text(EARLIER)
+    words = [f'--workdir={tmp_path}/run']
+    assert main_replay.main([*words, f'--out={tmp_path}/other']) == ExitCode.USER_ERROR
+    assert f'--data=task.sources.sums.path=FILE, or name its revision {COMMIT}' in capsys.readouterr().err
+    named = f'hf:org/sums@{COMMIT}:main'
+    assert main_replay.main([*words, f'--out={tmp_path}/no', f'--data=task.path={named}']) == ExitCode.USER_ERROR
+    assert 'task.path names no data; use task.sources.sums.path, staleness.schedule' in capsys.readouterr().err
+    again = [*words, f'--out={tmp_path}/again', f'--data=task.sources.sums.path={named}']
+    assert main_replay.main(again) == ExitCode.FINISHED
+
+
 def test_a_name_that_the_hub_lacks_ends_the_start(server, directory, tmp_path):
     with pytest.raises(HubError, match=r"model\.path='org/missing', which is no file or directory here: the Hub has"):
         start(tmp_path / 'a', **fields('org/missing', 'hf:org/sums')).train()
     with pytest.raises(HubError, match=r"task\.path='hf:org/missing': the Hub has no data set org/missing that"):
         start(tmp_path / 'b', **fields(directory, 'hf:org/missing')).train()
+    with pytest.raises(UserError, match=r"^task\.sources\.sums: task\.path='hf:org/missing': the Hub has no data set"):
+        generate(tmp_path / 'c', **mix('hf:org/missing'))
 
 
 def test_a_run_is_replayed_from_its_revision_alone(server, tmp_path, capsys):

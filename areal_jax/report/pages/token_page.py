@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.report.pages.blocks import Absent, Section, Text, TokenView
-from areal_jax.report.pages.colors import BLUE, GREY, VERMILION, order_shades, shade_at
+from areal_jax.report.pages.colors import BLUE, GREY, VERMILION, order_shades
 from areal_jax.report.pages.web_page import render_web_page
 from areal_jax.telemetry import rollout_views
 from areal_jax.telemetry.rollout_views import GivenAnswer
@@ -26,7 +26,6 @@ Numbers = list[float | None] | float | None  # by token; one number for all toke
 _MOST_KEYS = 12  # of a legend
 _BOUNDS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)  # ends of the scale of a ratio
 _WITHIN = 0.99  # share of the tokens whose ratio is between the ends
-_LIGHTEST = 0.9  # place on viridis
 _CLIPPED = {  # by the mark in an answer's `clip`
     '+': ('clipped at the upper edge', VERMILION),
     '-': ('clipped at the lower edge', BLUE),
@@ -84,9 +83,8 @@ def _describe_group(group: JsonObject) -> JsonObject:
 
 
 def _describe_prompt(prompt: JsonObject) -> JsonObject:
-    return {
-        name: prompt[name] for name in ('text', 'tokens', 'characters') if name in prompt and _has_pieces(prompt)
-    } or {'text': prompt['text']}
+    names = ('text', 'tokens', 'characters') if _has_pieces(prompt) else ('text',)
+    return {name: prompt[name] for name in names}
 
 
 def _has_pieces(texts: JsonObject) -> bool:
@@ -189,19 +187,15 @@ def _mark_clips(answer: JsonObject) -> str | None:
 
 
 def _order(values: list[float | str]) -> JsonObject:
-    """A colour of viridis for each value."""
-    known = sorted({float(value) for value in values})
-    if len(known) <= _MOST_KEYS:
-        colors = dict(zip(known, order_shades(len(known)), strict=True))
-    else:
-        low, high = known[0], known[-1]
-        colors = {value: shade_at(_LIGHTEST * (value - low) / (high - low)) for value in known}
+    """A colour of viridis for each version or age."""
+    known = sorted(set(map(int, values)))
+    colors = dict(zip(known, order_shades(len(known)), strict=True))
     step = max(1, math.ceil(len(known) / _MOST_KEYS))
     keys = [*known[:-1:step], known[-1]]
     return {
         'scale': 'ordered',
-        'colors': {f'{value:g}': color for value, color in colors.items()},
-        'keys': [[f'{value:g}', colors[value], 1.0] for value in keys],
+        'colors': {str(value): color for value, color in colors.items()},
+        'keys': [[str(value), colors[value], 1.0] for value in keys],
     }
 
 

@@ -62,8 +62,8 @@ class NativeAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Does `attend` for rows that may share a table: row b's begins at starts[b], int32 [B], in `tables`, [M]."""
-        name, more = (library.ATTEND, ()) if sinks is None else (library.ATTEND_SINKS, (sinks,))
-        attend = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, q.dtype))
+        more = () if sinks is None else (sinks,)
+        attend = jax.ffi.ffi_call(library.ATTEND, jax.ShapeDtypeStruct(q.shape, q.dtype))
         return attend(q, *layer, tables, starts, lengths, *more, window=window or 0)
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
