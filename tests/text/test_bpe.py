@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.text.chat_template import ConversationError
+from areal_jax.installation import locate_file
+from areal_jax.text.chat_template import ConversationError, GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 from areal_jax.text.tokenizer import TokenizerError, chat_messages
 
@@ -117,6 +118,13 @@ def test_a_model_without_a_template_encodes_and_does_not_chat(tmp_path):
     with pytest.raises(ConversationError, match=r'^small\.gguf has no tokenizer\.chat_template: .*model\.chat_'):
         tokenizer.encode_chat(chat_messages('ab'))
     assert 'chat_template' not in tokenizer.hf_files()['tokenizer_config.json']
+
+
+def test_the_plain_template_writes_contents_a_line_each():
+    template = locate_file('package:configs/templates/plain.jinja').read_text()
+    tokenizer = GgufTokenizer(fields_of(SMALL), template=GivenTemplate(template, 'plain.jinja'))
+    tokens = tokenizer.encode_chat(chat_messages('ab a', 'cd'))
+    assert names(tokenizer, tokens) == ['<bos>', 'cd', '<0x0A>', 'ab', '▁a', '<0x0A>']
 
 
 @pytest.mark.parametrize(
