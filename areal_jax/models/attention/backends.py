@@ -255,7 +255,7 @@ def packed_rows_attention(
     out = _find_attention(impl)(q, k, v, ids, Setting(scale, window, interpret), *more)
     if BACKENDS[impl].shares_prompts:
         return out
-    if window is not None:
+    if window is not None and positions is not None:
         out = jnp.where(_counts_places(segment_ids, positions)[:, None, None, None], out, jnp.nan)
     return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan) if shares else out
 

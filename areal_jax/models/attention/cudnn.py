@@ -37,8 +37,8 @@ def attend_rows(
         repeats = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     lengths, offsets, count = packed_offsets(ids.segment)
-    places = None if sinks is None else places_of_tokens(ids.segment)
-    out = attention(q, k, v, sinks, lengths, offsets, places, float(setting.scale), setting.window)
+    placed = None if sinks is None else place_sinks(sinks, ids.segment)
+    out = attention(q, k, v, placed, lengths, offsets, float(setting.scale), setting.window)
     return jnp.where((count <= MAX_SEGMENTS)[:, None, None, None], out, jnp.nan)
 
 
@@ -60,45 +60,50 @@ def packed_offsets(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     return jax.vmap(row)(segment_ids)
 
 
-class Places(NamedTuple):
-    """Where cuDNN's log-sum-exp [R * S, H, T] holds that of each token; int32 [R, T] each."""
+class Sinks(NamedTuple):
+    """Sinks, and where cuDNN's log-sum-exp [R * S, H, T] holds the one of each token."""
 
-    segment: jax.Array  # in the list of the segments of all rows
-    token: jax.Array  # in its segment
+    logits: jax.Array  # [H]
+    segment: jax.Array  # int32 [R, T], in the list of the segments of all rows
+    token: jax.Array  # int32 [R, T], in its segment
+
+    def of_tokens(self, lse: jax.Array) -> jax.Array:
+        """The log-sum-exp of each token, [R, T, H]."""
+        return lse[self.segment, :, self.token]
 
 
-def places_of_tokens(segment_ids: jax.Array) -> Places:
-    """The places of the tokens of segment_ids [R, T].
+def place_sinks(sinks: jax.Array, segment_ids: jax.Array) -> Sinks:
+    """Sinks [H] for the tokens of segment_ids [R, T].
 
     cuDNN joins the segments of all rows into one list, and its log-sum-exp, other than its output, has an axis of
-    segments, each of which begins at token 0. What stands behind the end of a segment is undefined.
+    segments, each of which begins at token 0. What follows the end of a segment is undefined.
     """
     starts_here = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     in_row = jnp.minimum(jnp.cumsum(starts_here, axis=1, dtype=jnp.int32), MAX_SEGMENTS)  # from 1 on
     earlier_rows = jnp.cumsum(in_row[:, -1:], axis=0, dtype=jnp.int32) - in_row[:, -1:]
     token = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     start = jax.lax.cummax(jnp.where(starts_here, token, 0), axis=1)
-    return Places(earlier_rows + in_row - 1, token - start)
+    return Sinks(sinks, earlier_rows + in_row - 1, token - start)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, lengths: jax.Array, offsets: jax.Array,
-    places: Places | None, scale: float, window: int | None,
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks | None, lengths: jax.Array, offsets: jax.Array,
+    scale: float, window: int | None,
 ) -> jax.Array:  # fmt: skip
-    """Calls cuDNN, with its gradient; `packed_offsets` and `places_of_tokens` describe the segments.
+    """Calls cuDNN, with its gradient; `packed_offsets` gives `lengths` and `offsets`.
 
-    cuDNN's sum has no sinks here: they are added to its output and log-sum-exp, from which its backward pass works on.
+    cuDNN's own sum has no sinks: they are added to its output and log-sum-exp, which its backward pass then reads.
     """
-    return _forward(q, k, v, sinks, lengths, offsets, places, scale, window)[0]
+    return _forward(q, k, v, sinks, lengths, offsets, scale, window)[0]
 
 
-_Saved = tuple[tuple[jax.Array, ...], jax.Array | None, Places | None]
+_Saved = tuple[tuple[jax.Array, ...], Sinks | None]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, lengths: jax.Array, offsets: jax.Array,
-    places: Places | None, scale: float, window: int | None,
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks | None, lengths: jax.Array, offsets: jax.Array,
+    scale: float, window: int | None,
 ) -> tuple[jax.Array, _Saved]:  # fmt: skip
     unused = jnp.zeros(0, q.dtype)
     arrays = {
@@ -109,30 +114,29 @@ def _forward(
     out, saved = _call_rule(cudnn_module()._dot_product_attention_fwd_rule, scale, window, arrays)
     *inputs, lse, out = saved
     if sinks is not None:
-        out, of_tokens = add_sinks(out, _of_tokens(lse, places), sinks)
-        lse = lse.at[places.segment, :, places.token].set(of_tokens, unique_indices=True)
+        out, of_tokens = add_sinks(out, sinks.of_tokens(lse), sinks.logits)
+        lse = lse.at[sinks.segment, :, sinks.token].set(of_tokens, unique_indices=True)
     out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, ((*inputs, lse, out), sinks, places)
+    return out, ((*inputs, lse, out), sinks)
 
 
-def _backward(scale: float, window: int | None, saved: _Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    residuals, sinks, places = saved
+def _backward(
+    scale: float, window: int | None, saved: _Saved, d_out: jax.Array
+) -> tuple[jax.Array | Sinks | None, ...]:
+    residuals, sinks = saved
     arrays = {'res': residuals, 'grad_output': d_out}
     d_q, d_k, d_v, *_ = _call_rule(cudnn_module()._dot_product_attention_bwd_rule, scale, window, arrays)
-    d_sinks = None
-    if sinks is not None:
-        *_, lse, out = residuals
-        overlap = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1)  # [R, T, H]
-        d_sinks = sink_gradient(sinks, _of_tokens(lse, places), overlap).sum(axis=(0, 1)).astype(sinks.dtype)
-    return d_q, d_k, d_v, d_sinks, None, None, None
+    *_, lse, out = residuals
+    return d_q, d_k, d_v, None if sinks is None else _sinks_gradient(sinks, lse, out, d_out), None, None
+
+
+def _sinks_gradient(sinks: Sinks, lse: jax.Array, out: jax.Array, d_out: jax.Array) -> Sinks:
+    overlap = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1)  # [R, T, H]
+    by_token = sink_gradient(sinks.logits, sinks.of_tokens(lse), overlap)
+    return Sinks._make((by_token.sum(axis=(0, 1)).astype(sinks.logits.dtype), None, None))  # integers have none
 
 
 attention.defvjp(_forward, _backward)
-
-
-def _of_tokens(lse: jax.Array, places: Places) -> jax.Array:
-    """The log-sum-exp of each token, [R, T, H]."""
-    return lse[places.segment, :, places.token]
 
 
 def _call_rule(rule: Callable[..., Any], scale: float, window: int | None, arrays: Mapping[str, object]) -> Any:

@@ -34,14 +34,14 @@ def test_offsets_are_the_starts_of_runs():
 
 
 @pytest.mark.usefixtures('four_segments')
-def test_places_of_tokens_are_where_the_log_sum_exp_is():
+def test_sinks_know_where_the_log_sum_exp_of_a_token_is():
     rows = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0], [5, 5, 5, 5, 5, 5, 5, 0]])
-    segment, token = cudnn.places_of_tokens(rows)
+    _, segment, token = cudnn.place_sinks(jnp.zeros(4), rows)
     assert segment.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 3, 4]]
     assert token.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0]]
     # a row with more segments than fit (which gives NaN) moves no other row
     many = jnp.stack([jnp.arange(8), jnp.array([1, 1, 1, 1, 2, 2, 2, 2])])
-    assert cudnn.places_of_tokens(many).segment[1].tolist() == [4, 4, 4, 4, 5, 5, 5, 5]
+    assert cudnn.place_sinks(jnp.zeros(4), many).segment[1].tolist() == [4, 4, 4, 4, 5, 5, 5, 5]
 
 
 @pytest.mark.usefixtures('four_segments')

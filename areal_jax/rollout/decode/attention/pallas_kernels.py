@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.rollout.decode.attention.loops import BlocksFirst, LayerCache, Sums, finish, join
-from areal_jax.rollout.decode.attention.paged_sums import gpu_sums, tpu_sums
 
 _TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much again
 _MOST_TILE_TOKENS = 64
@@ -126,12 +125,15 @@ class PallasGpuAttention:
         lengths: jax.Array,
     ) -> jax.Array:
         """Attends by our kernel."""
-        heads, _, block_tokens, dim = layer[0].shape
+        from areal_jax.rollout.decode.attention import paged_sums  # its imports from jax take a tenth of a second
+
+        k, v = layer
+        heads, _, block_tokens, dim = k.shape
         part, warps, stages = self.tuning or default_tuning(tables.shape[1] * block_tokens, dim)
-        tile = tile_tokens(dim, layer[0].dtype)
-        q = _scaled(q, self.head_dim, layer[0])
-        sums = gpu_sums(
-            _by_key_head(q, heads, padded_dim), *layer, tables, lengths, window,
+        tile = tile_tokens(dim, k.dtype)
+        q = _scaled(q, self.head_dim, k)
+        sums = paged_sums.gpu_sums(
+            _by_key_head(q, heads, padded_dim), k, v, tables, lengths, window,
             tile=tile, part_tokens=part, warps=warps, stages=stages, interpret=self.interpret,
         )  # fmt: skip
         return _finish(join(sums, axis=2), sinks, q)
@@ -290,10 +292,13 @@ class HeadMajorTpuAttention(BlocksFirst):
         window: int | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        _, heads, block_tokens, _ = layer[0].shape
-        q = _scaled(q, self.head_dim, layer[0])
-        sums = tpu_sums(
-            _by_key_head(q, heads, lambda size: size + -size % _MIN_SIZE), *layer, tables, lengths, window,
+        from areal_jax.rollout.decode.attention import paged_sums  # its imports from jax take a tenth of a second
+
+        k, v = layer
+        _, heads, block_tokens, _ = k.shape
+        q = _scaled(q, self.head_dim, k)
+        sums = paged_sums.tpu_sums(
+            _by_key_head(q, heads, lambda size: size + -size % _MIN_SIZE), k, v, tables, lengths, window,
             pages=max(1, _TILE_TOKENS // block_tokens), interpret=self.interpret,
         )  # fmt: skip
         return _finish(sums, sinks, q)[..., : self.head_dim]
