@@ -151,28 +151,25 @@ def stand_in():
 
 
 @pytest.mark.parametrize('window', [None, 13])
-@pytest.mark.parametrize('sinks', [None, np.array([-3.0, 0.0, 2.0, 9.0], np.float32)], ids=['plain', 'sinks'])
-def test_sinks_are_one_more_score_of_each_head_around_what_cudnn_computes(monkeypatch, sinks, window):
-    module = stand_in()
+def test_sinks_are_one_more_score_of_each_head_around_what_cudnn_computes(monkeypatch, window):
+    module, sinks = stand_in(), np.array([-3.0, 0.0, 2.0, 9.0], np.float32)
     monkeypatch.setattr(cudnn, 'cudnn_module', lambda: module)
     monkeypatch.setattr(cudnn, 'GROUPED_KEYS_FROM', (99,))  # the stand-in takes repeated keys
     rows = [PACKED, ids(20, 90, 7)]
     segment = jnp.stack([row[0] for row in rows])
     q, k, v, d_out = (np.stack(x) for x in zip([*tensors(), cotangent()], [*tensors(5), -cotangent()], strict=True))
 
-    def attend(q, k, v, *sinks):
-        return cudnn.attend_rows(q, k, v, RowIds(segment, segment, None, 0), Setting(SCALE, window), *sinks)
+    def attend(q, k, v, sinks):
+        return cudnn.attend_rows(q, k, v, RowIds(segment, segment, None, 0), Setting(SCALE, window), sinks)
 
-    given = () if sinks is None else (jnp.asarray(sinks),)
-    out, pull = jax.vjp(attend, *(jnp.asarray(x) for x in (q, k, v)), *given)
+    out, pull = jax.vjp(attend, *(jnp.asarray(x) for x in (q, k, v, sinks)))
     found = [np.asarray(x, np.float64) for x in (out, *pull(jnp.asarray(d_out)))]
     one_by_one = [
         by_loops(q[i], k[i], v[i], seen_by(*row, PLACES, window), d_out[i], sinks) for i, row in enumerate(rows)
     ]
     expected = [np.stack(x) for x in zip(*one_by_one, strict=True)]
-    if sinks is not None:
-        expected[4] = expected[4].sum(axis=0)  # over the rows
-    for ours, loops in zip(found, expected[: len(found)], strict=True):
+    expected[4] = expected[4].sum(axis=0)  # over the rows
+    for ours, loops in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, loops, atol=1e-6 * np.abs(loops).max())
 
 
