@@ -12,7 +12,6 @@ of a block.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu, triton
 
+from areal_jax.models.attention.pallas import Ref
 from areal_jax.rollout.decode.attention.loops import MASKED, Sums
 
-Ref = Any  # a block of an array in memory, as Pallas passes it to a kernel; indexing reads, assignment writes
 _LANES = 128
 _MOST_PAGES = 8  # of one step of the TPU's grid, each an operand of its own
 
@@ -124,7 +123,9 @@ def tpu_sums(
     most = blocks if window is None else min(blocks, (window - 2) // block_tokens + 2)
 
     def page(index: int) -> pl.BlockSpec:
-        def place(row: Any, step: Any, tables: Ref, first: Ref, lengths: Ref) -> tuple[Any, ...]:
+        def place(
+            row: jax.Array, step: jax.Array, tables: Ref, first: Ref, lengths: Ref
+        ) -> tuple[jax.Array | int, ...]:
             # a page behind the last one is the last one again, which is not loaded twice
             last = jnp.maximum(lengths[row] - 1, 0) // block_tokens
             return tables[row, jnp.minimum(first[row] // block_tokens + step * pages + index, last)], 0, 0, 0
