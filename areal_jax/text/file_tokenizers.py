@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _BATCH = 1024  # texts encoded at once: bounds memory
 _GGUF_ENDS = ('eot_id', 'eom_id')
 # by tokenizer.ggml.model: the fields that it needs, and what builds it of them
-_GGUF_KINDS = {
+GGUF_KINDS = {
     'gpt2': (('tokens', 'token_types', 'eos_id', 'merges', 'pre'), build_byte_level),
     'llama': (('tokens', 'token_types', 'eos_id', 'scores'), build_scored),
 }
@@ -233,12 +233,12 @@ class GgufTokenizer(_BpeTokenizer):
 
 def _find_builder(fields: JsonObject, source: str) -> Callable[[JsonObject, str], tokenizers.Tokenizer]:
     """What builds the BPE of such a file; raises TokenizerError for another kind and for missing fields."""
-    if (kind := fields.get('model')) not in _GGUF_KINDS:
+    if (kind := fields.get('model')) not in GGUF_KINDS:
         raise TokenizerError(
-            f'{source}: tokenizer.ggml.model is {kind!r}; only {" and ".join(_GGUF_KINDS)} can be read: take the '
+            f'{source}: tokenizer.ggml.model is {kind!r}; only {" and ".join(GGUF_KINDS)} can be read: take the '
             "model's files of Hugging Face, with model.source=hf"
         )
-    required, build = _GGUF_KINDS[kind]
+    required, build = GGUF_KINDS[kind]
     if missing := [name for name in required if fields.get(name) in (None, '', [])]:
         raise TokenizerError(f'{source}: its metadata lacks {missing}; a tokenizer of the kind {kind!r} has them')
     return build

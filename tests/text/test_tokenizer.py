@@ -167,8 +167,8 @@ def test_a_panic_inside_the_library_is_an_error_of_the_tokenizer(monkeypatch):
         def encode_batch_fast(self, text, add_special_tokens):
             raise panic('index out of bounds')
 
-    required, _ = module._GGUF_KINDS['gpt2']
-    monkeypatch.setitem(module._GGUF_KINDS, 'gpt2', (required, lambda *fields: Panicking()))
+    required, _ = module.GGUF_KINDS['gpt2']
+    monkeypatch.setitem(module.GGUF_KINDS, 'gpt2', (required, lambda *fields: Panicking()))
     with pytest.raises(TokenizerError, match='index out of bounds'):
         GgufTokenizer(MINIMAL).encode('a')
 
