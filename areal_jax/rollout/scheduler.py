@@ -343,13 +343,13 @@ class Scheduler:
 
     def _find_parts(self, planned: PlannedPiece) -> PlannedPiece:
         piece = planned.piece
-        parts = self.cache.windows.table(piece.blocks)
+        parts = self.cache.windows.table(planned.target.need, len(piece.blocks))
         return dataclasses.replace(planned, piece=dataclasses.replace(piece, parts=parts))
 
     def _decode_row(self, running: RunningRequest) -> DecodeRow:
-        request, blocks = running.request, _cached(running).blocks
+        request, cached, blocks = running.request, _cached(running), _cached(running).blocks
         tokens = running.tokens if request.sampling.penalizes else ()
-        parts = self.cache.windows.table(blocks)
+        parts = self.cache.windows.table(cached.need, len(blocks))
         return DecodeRow(request, running.last_token, len(running) - 1, running.limit, blocks, tokens, parts)
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:

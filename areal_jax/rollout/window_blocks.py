@@ -65,7 +65,7 @@ class OnePool:
     def place(self, block: int) -> int:
         return 0
 
-    def table(self, blocks: Sequence[int]) -> Sequence[int] | np.ndarray:
+    def table(self, need: Need, blocks: int) -> Sequence[int] | np.ndarray:
         return ()
 
     def covers(self, blocks: Sequence[int], length: int) -> bool:
@@ -131,9 +131,11 @@ class WindowPool:
         """Returns the place of a block's part, WindowSizes.blank if it has none."""
         return int(self.places[block])
 
-    def table(self, blocks: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """Returns the places of the blocks' parts, int32 [blocks]."""
-        return self.places[list(blocks)]
+    def table(self, need: Need, blocks: int) -> Sequence[int] | np.ndarray:
+        """Returns the places of the needed parts of a sequence of `blocks` blocks, blank elsewhere; int32 [blocks]."""
+        table = np.full(blocks, self._sizes.blank, np.int32)
+        table[need.first : need.first + len(need.blocks)] = self.places[need.blocks]
+        return table
 
     def covers(self, blocks: Sequence[int], length: int) -> bool:
         """Whether a token that follows the first `length` positions of the blocks finds all that it sees."""
