@@ -394,11 +394,14 @@ class PrefixIndex:
         if prefix.is_complete and self._has(prefix):
             self._pool.keep(prefix.key[0], prefix.digests, self._whole_tokens(prefix), prefix.whole)
 
-    def lend_tail(self, prefix: Prefix, block: int) -> None:
-        """Gives a sequence this block as its tail: the tail of the prefix itself, or a copy that replaces it."""
+    def lend_tail(self, prefix: Prefix, block: int, place: int | None) -> None:
+        """Gives a sequence this block as its tail: a copy that replaces the prefix's, whose part was at `place`.
+
+        `place` None: the tail of the prefix itself.
+        """
         assert prefix.tail is not None
-        if block != prefix.tail:
-            self.copy(prefix, prefix.tail, block, self._windows.place(prefix.tail))
+        if place is not None:
+            self.copy(prefix, prefix.tail, block, place)
         prefix.tail, prefix.lent = block, True
 
     def give_back_tail(self, prefix: Prefix) -> bool:

@@ -247,14 +247,15 @@ class CacheTable:
         missing = self._blocks_for(running) - len(prefix.whole) - (tail is not None)
         if not self._make_free(missing, prefix, at_any_cost):
             return False
-        own = [] if tail is None else [tail]
+        own, place = [] if tail is None else [tail], None
         if tail is not None and tail in self.pool.index:
             # the block keeps an ended answer: the prefix continues in a copy, and holds no additional block
+            place = self.windows.place(tail)
             self.pool.release(own)
             own, missing = [], missing + 1
         own += self.pool.allocate(missing)
         if tail is not None:
-            self.prefixes.lend_tail(prefix, own[0])
+            self.prefixes.lend_tail(prefix, own[0], place)
         found = len(prefix.tokens) if prefix.expected else prefix.filled
         self._enter(running, prefix, own, found=found, has_tail=tail is not None)
         return True

@@ -414,11 +414,13 @@ class JaxDecodeBackend:
     ) -> EngineState:
         pairs = [*zip(sources, targets, strict=True)]
         for some, some_parts in itertools.zip_longest(_cut(pairs), _cut(parts), fillvalue=()):
-            *at, at_parts = self.no_copies()
-            for arrays, copies in ((at, some), (at_parts, some_parts)):
-                for index, copy in enumerate(copies):
-                    arrays[0][index], arrays[1][index] = copy
-            state = self.copy_program(state, *at, at_parts)
+            first, last, of_parts = self.no_copies()
+            for index, copy in enumerate(some):
+                first[index], last[index] = copy
+            if of_parts is not None:
+                for index, copy in enumerate(some_parts):
+                    of_parts[0][index], of_parts[1][index] = copy
+            state = self.copy_program(state, first, last, of_parts)
         return state
 
     def no_copies(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:

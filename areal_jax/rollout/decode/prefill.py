@@ -69,10 +69,6 @@ class PackedPieces(NamedTuple, Generic[_Array]):
     wanted: _Array  # [], tokens of the pieces; the others are padding
     parts: PackedParts[_Array] | None = None
 
-    def of_layer(self, window: int | None) -> PackedPieces[_Array] | PackedParts[_Array]:
-        """The blocks of a layer with this window."""
-        return self if window is None or self.parts is None else self.parts
-
 
 # The attention of rows.
 
@@ -349,6 +345,11 @@ def attend_pieces(attention: CacheAttention, row_attention: RowAttention, packed
     return _attend_in_row(attention, row_attention, packed)
 
 
+def _of_layer(packed: PackedPieces[jax.Array], window: int | None) -> PackedPieces[jax.Array] | PackedParts[jax.Array]:
+    """Returns what has the blocks of a layer with this window."""
+    return packed if window is None or packed.parts is None else packed.parts
+
+
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:
     """Lets each token attend directly to its sequence's cache blocks, without gathering rows or computing padding."""
     tokens = len(packed.tokens)
@@ -362,7 +363,7 @@ def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]
         window: int | None,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        at = packed.of_layer(window)
+        at = _of_layer(packed, window)
         layer = attention.write(layer, k, v, at.blocks, packed.offsets)
         return attention.attend_pieces(q, layer, at.tables, packed.starts, lengths, window, sinks), layer
 
@@ -383,7 +384,7 @@ def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packe
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         # written first: a read before the write would make XLA copy the cache
-        at = packed.of_layer(window)
+        at = _of_layer(packed, window)
         layer = attention.write(layer, k, v, at.blocks, packed.offsets)
         q, k, v = (x.at[sources].get(mode='promise_in_bounds') for x in (q, k, v))
         if prior:
