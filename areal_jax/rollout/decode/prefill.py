@@ -239,13 +239,14 @@ def pack_pieces(
         packed.segments[first + place : first + place + len(positions)] = segment
         packed.row_positions[first + place : first + place + len(positions)] = positions
         runs = _prior_positions(piece.start, block_tokens) // (run_blocks * block_tokens)
-        first, written = run * run_blocks, positions[:length] // block_tokens
-        for to, blocks in [(packed, table), *(((packed.parts, np.asarray(piece.parts, np.int32)),) if windows else ())]:
-            to.tables[block : block + needed], to.blocks[own] = blocks[:needed], blocks[written]
-            read = blocks[: -(-piece.start // block_tokens)]
-            to.prior_blocks[first : first + len(read)] = read
-        before = slice(run * run_places, (run + runs) * run_places)
-        packed.segments[before], packed.row_positions[before] = _prior_ids(piece.start, runs, block_tokens, segment)
+        written, before = positions[:length] // block_tokens, -(-piece.start // block_tokens)
+        read = slice(run * run_blocks, run * run_blocks + before)
+        for to, blocks in ((packed, table), (packed.parts, np.asarray(piece.parts, np.int32))):
+            if to is not None:
+                to.tables[block : block + needed], to.blocks[own] = blocks[:needed], blocks[written]
+                to.prior_blocks[read] = blocks[:before]
+        prior = slice(run * run_places, (run + runs) * run_places)
+        packed.segments[prior], packed.row_positions[prior] = _prior_ids(piece.start, runs, block_tokens, segment)
         token, place, run, block = token + length, place + len(positions), run + runs, block + needed
     packed.wanted[...] = token
     _require_written_once(packed, pieces, block_tokens)
