@@ -137,8 +137,8 @@ class JaxDecodeBackend:
       context_tokens: most tokens of a sequence.
       block_tokens: positions of a block.
       cache_blocks: blocks for sequences; None = enough for `slots` sequences of maximum length.
-      window_blocks: of the pool of the layers with a window; None = as many as it takes, or no such pool if these are
-        not fewer than `cache_blocks`.
+      window_blocks: of the pool of the layers with a window; 0 = they have the blocks of the others; None = as many as
+        it takes, or 0 if these are not fewer than `cache_blocks`.
       prefill_buckets: ascending tokens of a packed prefill; longer sequences are prefilled in pieces of the last size.
       decode_steps: most tokens of a row in one `generate`.
       filtered: whether requests may use top_k, top_p or min_p.
@@ -202,7 +202,7 @@ class JaxDecodeBackend:
             piece_tokens=max(prefill_buckets, default=0),
         )  # fmt: skip
         if window_blocks is not None and longest is not None:
-            self.windows = WindowSizes(longest, window_blocks)
+            self.windows = WindowSizes(longest, window_blocks) if window_blocks else None
         self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks, self.windows)
         self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(

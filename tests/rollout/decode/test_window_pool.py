@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import LayerKind
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.window_blocks import size_windows
 from tests.models import family_examples
 from tests.models.family_examples import FULL, NEAR, WINDOW, tiny
@@ -56,7 +58,7 @@ def test_a_pool_of_their_own_changes_no_bit(name):
     of_all = SIZES['cache_tokens'] // SIZES['block_tokens']
     decoder = Decoder(MODELS[name])
     run = lambda **pool: Schedule(3, **SIZES, kv_policy='recompute', decoder=decoder, **pool).run(25)
-    one, two = run(), run(window_blocks=of_all)
+    one, two = run(window_blocks=0), run(window_blocks=of_all)
     assert one.backend.windows is None
     assert two.backend.windows is not None
     assert len(one.results) == len(two.results) > 5
@@ -65,3 +67,17 @@ def test_a_pool_of_their_own_changes_no_bit(name):
         for a, b in zip(before, after, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_array_equal(a.behavior_logprobs, b.behavior_logprobs)
+
+
+def test_a_layer_with_a_window_of_1024_has_a_ninth_of_the_bytes_at_16k():
+    config = tiny('gemma3_text', n_kv_heads=1, n_heads=1, head_dim=2, kinds=(LayerKind(1024), FULL, LayerKind(1024)))
+    engine = JaxDecodeBackend(
+        Decoder(config), slots=8, context_tokens=2**14, block_tokens=64, prefill_buckets=(64, 256), decode_steps=8,
+        filtered=False, dtype='float32',
+    )  # fmt: skip
+    near, far, _ = (sum(side.nbytes for side in layer) for layer in engine.initial_state().layers)
+    # 8 rows of 20 blocks, 4 for a piece of prefill, 4 windows of 17 for what is kept, padding and the part of zeros;
+    # 8 sequences of 256 blocks and padding; a position of a layer has 16 bytes
+    assert (near, far) == ((8 * 20 + 4 + 4 * 17 + 2) * 64 * 16, (8 * 256 + 1) * 64 * 16)
+    assert near / far < 0.115
+    assert engine.state_bytes == 2 * near + far
