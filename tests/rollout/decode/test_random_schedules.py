@@ -192,19 +192,22 @@ class Recorder:
             unused = sorted({*range(self.inner.windows.blocks)} - {*self.table.windows.places.tolist()} - {*copied})
             self.parts[unused] = UNKNOWN
             parts[: len(unused) * size] = np.repeat(unused, size)[: len(parts)]
-        return spoil_program(self.inner)(state, blocks, (np.arange(padding * size) % size).astype(np.int32), parts)
+        return self._write_nan(state, blocks, (np.arange(padding * size) % size).astype(np.int32), parts)
+
+    def _write_nan(self, state, blocks, offsets, parts):
+        return spoil_program(self.inner)(state, blocks, offsets, parts)
 
 
 class Schedule:
     """One random schedule: everything in it is a function of the seed."""
 
-    def __init__(self, seed, *, block_tokens, cache_tokens, kv_policy, decoder=DECODER, **pool):
+    def __init__(self, seed, *, block_tokens, cache_tokens, kv_policy, decoder=DECODER, recorder=None, **pool):
         self.weights = lambda version: weights(version, decoder)
         self.rng, self.log = np.random.default_rng(seed), EventLog()
         self.log.listeners.append(check_types)
         lanes = {'engine/0': 1, 'publish/0': 1, 'script': 1}
         self.clock = VirtualClock(lanes, self.log, PRICES | {'script': 1.0})
-        self.backend = Recorder(backend(block_tokens, cache_tokens, decoder, **pool))
+        self.backend = recorder or Recorder(backend(block_tokens, cache_tokens, decoder, **pool))
         self.occurred = self.backend.occurred
         self.kv_policy, self.decode_steps = kv_policy, int(self.rng.integers(1, STEPS + 1))
         self.supervisor = Supervisor(self.clock)
