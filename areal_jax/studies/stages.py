@@ -18,6 +18,7 @@ from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
 from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.sweep.arms import (
+    COMPILED,
     TRAINER,
     Arm,
     ArmState,
@@ -107,7 +108,6 @@ def read_list(path: pathlib.Path) -> dict[str, tuple[pathlib.Path, config_dict.C
 
 
 CONTROLS, KNEE, PILOT, LOCK_STEP, NATURAL = STAGES = ('controls', 'knee', 'pilot', 'lock_step', 'natural')
-CACHE = 'compiled'  # directory of compiled programs, inside the study's
 KNOWN, ZERO_RATE, SAME_A, SAME_B, SHUFFLED = 'known', 'zero_rate', 'same_a', 'same_b', 'shuffled'
 RATE = 'optimizer.learning_rate'
 Rates = Mapping[str, float]  # learning rate of each method
@@ -158,11 +158,8 @@ class StageMaker:
 
     def build(self, name: str, wanted: Mapping[Factors, Overrides]) -> Stage:
         """Makes a stage of the `wanted` arms. Raises UserError for an arm that cannot run, naming it."""
-        built = make_arms(
-            self._command,
-            {factors.name: self._cached(overrides) for factors, overrides in wanted.items()},
-            self._workdir / name,
-        )
+        named = {factors.name: overrides for factors, overrides in wanted.items()}
+        built = make_arms(self._command, named, self._workdir / name)
         arms = dict(zip(wanted, built, strict=True))
         together = [arm for factors, arm in arms.items() if factors.lag is not None]
         alone = tuple(arm for factors, arm in arms.items() if factors.lag is None)
@@ -173,9 +170,6 @@ class StageMaker:
         name = f'{stage.name}_scores'
         finished = tuple(arm for arm in stage.runs if read_state(arm).is_finished)
         return Scoring(name, self._workdir / PROGRAMS / name, finished)
-
-    def _cached(self, overrides: Overrides) -> Overrides:
-        return {'run.compilation_cache': str(self._workdir / CACHE), **overrides}
 
     def _together(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
         """Makes (factors, overrides) of a lock-step arm."""
@@ -372,7 +366,7 @@ class ProgramSweep:
         pending = [program for program in self._programs if not program.read_state().is_finished]
         for program in pending:
             program.write_list()
-        runner = Runner(pending, self._jobs, lambda program: program.read_state())
+        runner = Runner(pending, self._jobs, self._workdir / COMPILED, lambda program: program.read_state())
         runner.run(interrupts)
         files.write_text(self._workdir / SCORES, render_scores(_read_scores(self.arms)))
         print(self._workdir / SCORES, flush=True)

@@ -63,7 +63,7 @@ def compiled(config, attention, lora=None):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize('attention', ['dense', 'blocked'])
+@pytest.mark.parametrize('attention', [pytest.param('dense', marks=pytest.mark.slow), 'blocked'])
 @pytest.mark.parametrize('name', NAMES)
 def test_answers_that_share_their_prompt_are_as_apart(name, attention):
     config, rng = CONFIGS[name], np.random.default_rng(1)

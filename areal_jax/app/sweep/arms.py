@@ -351,6 +351,7 @@ def _count_updates(arm: Arm) -> int:
     return len(re.findall(rb'\}\n', path.read_bytes()))
 
 
+COMPILED = 'compiled'  # directory of compiled programs, inside the sweep's
 _LOOK_S = 0.1  # between two polls of the processes
 _SHOW_S = 2.0  # between two updates of the bar, which read files of the arms
 _MOST_STARTS = 3  # of an arm that a signal ends, in all
@@ -381,8 +382,11 @@ class RunningArm(Generic[AnyJob]):
     began_s: float
 
     @classmethod
-    def start(cls, arm: AnyJob, resume: bool) -> RunningArm[AnyJob]:
-        """Starts the arm; with `resume` it continues from its newest checkpoint."""
+    def start(cls, arm: AnyJob, resume: bool, compiled: pathlib.Path) -> RunningArm[AnyJob]:
+        """Starts the arm; with `resume` it continues from its newest checkpoint.
+
+        `compiled` is jax's cache of compiled programs, unless the environment names another.
+        """
         arm.workdir.mkdir(parents=True, exist_ok=True)
         with (arm.workdir / LOG).open('ab') as log:
             log.write(f'{STARTED}{shlex.join(arm.command(resume))}\n'.encode())
@@ -392,6 +396,7 @@ class RunningArm(Generic[AnyJob]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={'JAX_COMPILATION_CACHE_DIR': str(compiled)} | os.environ,
                 start_new_session=True,  # Ctrl-C in the terminal reaches only the sweep
             )
         return cls(arm, process, time.monotonic())
@@ -410,6 +415,7 @@ class Runner(Generic[AnyJob]):
 
     Args:
       jobs: the number of arms that run at a time.
+      compiled: the directory in which arms share compiled programs.
       read_state: returns the progress of an arm, from its files.
       measure: returns the share of an arm that is done, for the bar of a terminal.
     """
@@ -418,12 +424,13 @@ class Runner(Generic[AnyJob]):
         self,
         arms: Sequence[AnyJob],
         jobs: int,
+        compiled: pathlib.Path,
         read_state: Callable[[AnyJob], ArmState],
         measure: Callable[[AnyJob], float] = lambda arm: 0.0,
     ):
         self._waiting = collections.deque(arms)
         self._starts = collections.Counter[str]()
-        self._count, self._jobs = len(arms), jobs
+        self._count, self._jobs, self._compiled = len(arms), jobs, compiled
         self._running: list[RunningArm[AnyJob]] = []
         self._read_state, self._measure = read_state, measure
         self._bar, self._shown_s = Bar(), 0.0
@@ -448,7 +455,7 @@ class Runner(Generic[AnyJob]):
     def _start(self, arm: AnyJob) -> None:
         resume = self._read_state(arm).holds_updates
         self._starts[arm.name] += 1
-        self._running.append(RunningArm.start(arm, resume))
+        self._running.append(RunningArm.start(arm, resume, self._compiled))
         _say(f'[{len(self._starts)}/{self._count}] {arm.name} {"goes on" if resume else "starts"}')
 
     def _heed_stop(self) -> None:

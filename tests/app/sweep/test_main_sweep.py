@@ -83,6 +83,17 @@ def test_a_terminal_has_a_bar_and_at_the_end_outcome_page_and_next_command(tmp_p
     assert following.endswith(f'areal-report --compare {sweep.workdir}/eta0_seed0 {sweep.workdir}/eta4_seed0')
 
 
+@pytest.mark.parametrize('named', ['', '/tmp/of/the/user'])
+def test_arms_share_compiled_programs_in_the_workdir_or_where_the_environment_says(tmp_path, monkeypatch, named):
+    sweep = ToySweep(tmp_path, FEW)
+    monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
+    if named:
+        monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', named)
+    assert sweep.run(monkeypatch) == 0
+    noted = {line for name in FEW for line in sweep.notes(name) if line.startswith('compiled')}
+    assert noted == {f'compiled {named or sweep.workdir / arms_of.COMPILED}'}
+
+
 def test_one_bad_arm_does_not_end_the_others_and_is_named(tmp_path, monkeypatch, capsys):
     arms = {'bad': {'optimizer.learning_rate': 0.5}, 'good': {}, 'lazy': {'optimizer.learning_rate': 0.25}}
     sweep = ToySweep(tmp_path, arms)

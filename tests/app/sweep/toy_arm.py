@@ -31,6 +31,7 @@ def main() -> int:
     config = parse_train_command(sys.argv, values).config
     workdir = pathlib.Path(values.workdir)
     note(workdir, f'start {os.getpid()} {time.time()} resume={values.resume}')
+    note(workdir, f'compiled {os.environ["JAX_COMPILATION_CACHE_DIR"]}')
     metrics = workdir / 'metrics.jsonl'
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     if done and not values.resume:
