@@ -166,24 +166,18 @@ class WindowPool:
         wanted = blocks[seen.start : max(seen.stop, -(-stop // self._block_tokens))]
         if seen.start == need.first and wanted == need.blocks:
             return
-        held = set(need.blocks)
-        missing = []
-        for number, block in enumerate(wanted, start=seen.start):
-            if block in held:
-                continue
-            if self._has(block):
-                self._add(block)
-            elif number < start // self._block_tokens:
-                raise RuntimeError(f'block {block} is to be seen, and its part in the layers with a window is gone')
-            else:
-                missing.append(block)
-        left = held.difference(wanted)
+        held, stays = set(need.blocks), set(wanted)
+        new = [block for block in wanted if block not in held]
+        missing = [block for block in new if not self._has(block)]
+        if gone := set(missing).intersection(wanted[: start // self._block_tokens - seen.start]):
+            raise RuntimeError(f'blocks {sorted(gone)} are to be seen, and their parts in window layers are gone')
+        for block in new:
+            self._add(block)
         for number, block in enumerate(need.blocks, start=need.first):
-            if block in left:
+            if block not in stays:
                 self._drop(block, passed=number < seen.start)
         for block in missing:
             self.places[block] = self._take_place()
-            self._needs[block] = 1
         need.first, need.blocks = seen.start, wanted
 
     def release(self, need: Need) -> None:

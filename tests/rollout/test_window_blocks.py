@@ -67,7 +67,7 @@ def test_the_longest_beginning_ends_where_the_last_window_is_whole():
 
 def test_a_part_that_is_to_be_seen_must_be_there():
     pool, need = pool_of(), Need()
-    with pytest.raises(RuntimeError, match='block 0 is to be seen'):
+    with pytest.raises(RuntimeError, match=r'blocks \[0, 1\] are to be seen'):
         pool.hold(need, [0, 1, 2], 8, 9)
 
 
