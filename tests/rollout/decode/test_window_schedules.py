@@ -84,15 +84,15 @@ def test_every_dispatch_finds_what_it_sees_in_the_layers_with_a_window():
     assert {*wanted, 'kept sequence gone on with', 'keys of earlier weights read', 'resumed answer'} <= set(occurred)
 
 
-@pytest.mark.parametrize('early', [1, 2])
-def test_a_part_that_is_given_away_too_early_shows(monkeypatch, early):
-    of_window = WindowPool._range
+@pytest.mark.parametrize('early', [4, 8])
+def test_a_part_that_is_given_away_some_tokens_too_early_shows(monkeypatch, early):
+    hold = WindowPool.hold
 
-    def too_short(self, length):
-        found = of_window(self, length)
-        return slice(min(found.start + early, found.stop), found.stop)
+    def too_early(self, need, blocks, start, stop):
+        hold(self, need, blocks, start, stop)
+        hold(self, need, blocks, min(start + early, stop), stop)
 
-    monkeypatch.setattr(WindowPool, '_range', too_short)
+    monkeypatch.setattr(WindowPool, 'hold', too_early)
     with pytest.raises((AssertionError, IndexError)):
         run(0)
 
