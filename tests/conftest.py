@@ -121,6 +121,7 @@ def smollm2_fields() -> dict[str, Any]:
     assert spec.origin is not None
     reader = gguf.GGUFReader(pathlib.Path(spec.origin).with_name('SmolLM2-135M-Instruct.Q4_1.gguf'))
     keys = {
+        'model': 'ggml.model',
         'tokens': 'ggml.tokens',
         'merges': 'ggml.merges',
         'token_types': 'ggml.token_type',

@@ -141,7 +141,7 @@ _OPTIONAL_IDS = {
 }
 _PACKAGE = 'package:'
 _FAMILY_OF = {'llama': 'llama', 'gemma3': 'gemma3_text'}  # by general.architecture
-_Entry = TypeVar('_Entry', str, int)
+_Entry = TypeVar('_Entry', str, int, float)
 
 
 class GgufError(UserError, ValueError):
@@ -171,9 +171,11 @@ def load_gguf(
 def describe_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, object]]:
     """(shape, tokenizer fields) that `load_gguf` would find; reads no weights, raises GgufError.
 
-    Tokenizer fields: tokens (list of str), merges (list of 'left right'), token_types (list of int, 3 = special), pre
-    (name of the pre-tokenizer), eos_id, chat_template and tool_template ('' if the file has none), eot_id, eom_id,
-    bos_id, pad_id and unk_id (None if it has none), add_bos and add_eos (whether plain text gets them at its ends).
+    Tokenizer fields: model (its kind), tokens (list of str), token_types (list of int, 3 = special), merges (list of
+    'left right') and scores (list of float), of which a file has one, pre (name of the pre-tokenizer), space_prefix
+    (whether a text of SentencePiece begins with a blank), eos_id, chat_template and tool_template ('' if the file has
+    none), eot_id, eom_id, bos_id, pad_id and unk_id (None if it has none), add_bos and add_eos (whether plain text gets
+    them at its ends).
     """
     path = pathlib.Path(path)
     return _describe(path, _read_header(path))
@@ -282,8 +284,8 @@ class _Fields:
             raise GgufError(f'{self.path}: {key} must be a list of {kind.__name__}')
         return values
 
-    def flag(self, key: str) -> bool:
-        value = self._get(key, False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
         if not isinstance(value, bool):
             raise GgufError(f'{self.path}: {key}={value!r} must be true or false')
         return value
@@ -381,17 +383,22 @@ def _gemma_fields(fields: _Fields, n_layers: int, d_model: int) -> dict[str, obj
 
 
 def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
+    ids = {name: fields.integer(key, least=0) if key in fields else None for name, key in _OPTIONAL_IDS.items()}
+    model = fields.text('tokenizer.ggml.model', '')
     return {
+        'model': model,
         'tokens': fields.listed('tokenizer.ggml.tokens', str),
-        # vocabularies of SentencePiece have scores in their place, and no pre-tokenizer
-        'merges': fields.listed('tokenizer.ggml.merges', str) if 'tokenizer.ggml.merges' in fields else [],
         'token_types': fields.listed('tokenizer.ggml.token_type', int),
+        'merges': fields.listed('tokenizer.ggml.merges', str) if 'tokenizer.ggml.merges' in fields else [],
+        'scores': fields.listed('tokenizer.ggml.scores', float) if 'tokenizer.ggml.scores' in fields else [],
         'pre': fields.text('tokenizer.ggml.pre', ''),
+        'space_prefix': fields.flag('tokenizer.ggml.add_space_prefix', True),
         'eos_id': fields.integer('tokenizer.ggml.eos_token_id', least=0),
         'chat_template': fields.text('tokenizer.chat_template', ''),
         'tool_template': fields.text('tokenizer.chat_template.tool_use', ''),  # for conversations with tools
-        **{name: fields.integer(key, least=0) if key in fields else None for name, key in _OPTIONAL_IDS.items()},
-        'add_bos': fields.flag('tokenizer.ggml.add_bos_token'),
+        **ids,
+        # what llama.cpp takes in a file that does not say: a model of SentencePiece begins with BOS
+        'add_bos': fields.flag('tokenizer.ggml.add_bos_token', model == 'llama'),
         'add_eos': fields.flag('tokenizer.ggml.add_eos_token'),
     }
 

@@ -1,17 +1,17 @@
-"""Tokenizers that come with a model: byte-level BPE of a GGUF file, and the files of a Hugging Face directory."""
+"""Tokenizers that come with a model: BPE of a GGUF file, and the files of a Hugging Face directory."""
 
 from __future__ import annotations
 
 import functools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
+from areal_jax.text.bpe import build_byte_level, build_scored, naming, require_id, require_tokens
 from areal_jax.text.chat_template import (
     ChatTemplate,
     ConversationError,
@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 
 _BATCH = 1024  # texts encoded at once: bounds memory
 _GGUF_ENDS = ('eot_id', 'eom_id')
+# by tokenizer.ggml.model: the fields that it needs, and what builds it of them
+GGUF_KINDS = {
+    'gpt2': (('tokens', 'token_types', 'eos_id', 'merges', 'pre'), build_byte_level),
+    'llama': (('tokens', 'token_types', 'eos_id', 'scores'), build_scored),
+}
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
@@ -55,6 +60,7 @@ class _BpeTokenizer(Tokenizer):
 
     _bpe: tokenizers.Tokenizer
     _template: ChatTemplate | None
+    _without_template: str  # the beginning of an error
 
     @property
     def chats(self) -> bool:
@@ -93,7 +99,12 @@ class _BpeTokenizer(Tokenizer):
 
         Text that the template writes may become a special token. Its spelling in the messages or tools stays text.
         """
-        assert self._template is not None
+        if self._template is None:
+            raise ConversationError(
+                0,
+                f'{self._without_template}: its model was not trained to chat, or the file was not copied: name one in '
+                'model.chat_template',
+            )
         (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.written)
         texts = self._template.render(conversations, tools)
         if self.takes_tools:
@@ -150,18 +161,20 @@ class _BpeTokenizer(Tokenizer):
 
 
 class GgufTokenizer(_BpeTokenizer):
-    """Byte-level BPE and chat template as a GGUF file describes them.
+    """BPE and chat template as a GGUF file describes them.
 
-    `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
-    pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally eot_id and eom_id (end of a turn, and of a
+    `fields`: model ('gpt2', byte-level, or 'llama', SentencePiece), tokens (list of str), token_types (list of int),
+    eos_id, of 'gpt2' merges (list of 'left right') and pre (name of the pre-tokenizer), of 'llama' scores (list of
+    float) and space_prefix, and optionally chat_template (jinja2 source), eot_id and eom_id (end of a turn, and of a
     message to a tool), bos_id, pad_id, unk_id, add_bos and add_eos, as formats.gguf.describe_gguf has them. `template`
-    overrides chat_template.
+    overrides chat_template. Without a template, `encode_chats` raises an error; everything else works.
 
     Args:
       all_ends: whether eot_id and eom_id end an answer too.
       day: see ChatTemplate.
 
-    Raises TokenizerError for a missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
+    Raises TokenizerError for a missing field, an unknown `model` or `pre`, an unknown id, and fields that do not fit
+    together.
     """
 
     def __init__(
@@ -175,10 +188,8 @@ class GgufTokenizer(_BpeTokenizer):
     ):
         if template is not None:
             fields = {**fields, 'chat_template': template.source}
-        required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
-        if missing := [name for name in required if fields.get(name) in (None, '', [])]:
-            raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
-        self.source = source
+        self.source, self._fields = source, fields
+        build = _find_builder(fields, source)
         tokens = require_tokens(fields, source)
         self.vocab_size = len(tokens)
         self.eos_id = require_id('eos_id', fields['eos_id'], tokens, source)
@@ -188,15 +199,18 @@ class GgufTokenizer(_BpeTokenizer):
         for role in ('bos', 'pad', 'unk'):
             if fields.get(f'{role}_id') is not None:
                 self.special_ids[role] = require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
-        self._fields = fields
-        bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
-        self._bpe = with_ends(bpe, self._added_roles(), self.special_ids)
-        bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
-        values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
-        place = source if template is None else template.place
-        with_tools = fields.get('tool_template') if template is None else None
-        self._template = ChatTemplate(
-            fields['chat_template'], values, place, day=day,
+        self._bpe = with_ends(build(fields, source), self._added_roles(), self.special_ids)
+        self._without_template = f'{source} has no tokenizer.chat_template'
+        self._template = self._read_template(source if template is None else template.place, template is not None, day)
+
+    def _read_template(self, place: str, is_given: bool, day: str) -> ChatTemplate | None:
+        if not (source := self._fields.get('chat_template')):
+            return None
+        text_of = lambda role: self._fields['tokens'][self.special_ids[role]] if role in self.special_ids else ''
+        values = {'bos_token': text_of('bos'), 'eos_token': text_of('eos')}
+        with_tools = None if is_given else self._fields.get('tool_template')
+        return ChatTemplate(
+            source, values, place, day=day,
             with_tools=ChatTemplate(with_tools, values, place, day=day) if with_tools else None,
         )  # fmt: skip
 
@@ -205,8 +219,8 @@ class GgufTokenizer(_BpeTokenizer):
 
         There add_bos and add_eos of the GGUF file apply to plain text, as in `encode_prompt`.
         """
-        template = self._fields['chat_template']
-        if with_tools := self._fields.get('tool_template'):
+        template = self._fields.get('chat_template')
+        if template and (with_tools := self._fields.get('tool_template')):
             template = [
                 {'name': name, 'template': one} for name, one in ((DEFAULT, template), (WITH_TOOLS, with_tools))
             ]
@@ -215,6 +229,19 @@ class GgufTokenizer(_BpeTokenizer):
     def _added_roles(self) -> tuple[bool, bool]:
         """Whether BOS and EOS are put around plain text."""
         return bool(self._fields.get('add_bos')), bool(self._fields.get('add_eos'))
+
+
+def _find_builder(fields: JsonObject, source: str) -> Callable[[JsonObject, str], tokenizers.Tokenizer]:
+    """What builds the BPE of such a file; raises TokenizerError for another kind and for missing fields."""
+    if (kind := fields.get('model')) not in GGUF_KINDS:
+        raise TokenizerError(
+            f'{source}: tokenizer.ggml.model is {kind!r}; only {" and ".join(GGUF_KINDS)} can be read: take the '
+            "model's files of Hugging Face, with model.source=hf"
+        )
+    required, build = GGUF_KINDS[kind]
+    if missing := [name for name in required if fields.get(name) in (None, '', [])]:
+        raise TokenizerError(f'{source}: its metadata lacks {missing}; a tokenizer of the kind {kind!r} has them')
+    return build
 
 
 class HfTokenizer(_BpeTokenizer):
@@ -257,19 +284,10 @@ class HfTokenizer(_BpeTokenizer):
         self.end_ids = tuple(dict.fromkeys([self.eos_id, *(read_end_ids(directory) if all_ends else [])]))
         self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
         self._given = template
+        self._without_template = f'{directory} has a chat template neither in {TEMPLATE} nor in {CONFIG}'
         values = {**specials, 'tools': None, 'documents': None}
         self._template = read_hf_template(directory, fields, values, template, day)
 
     def hf_files(self) -> dict[str, str]:
         """The contents of files that override the directory's, by name: a given chat template."""
         return {} if self._given is None else {TEMPLATE: self._given.source}
-
-    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        if self._template is None:
-            raise ConversationError(
-                0,
-                f'{pathlib.Path(self.source).parent} has a chat template neither in {TEMPLATE} nor in '
-                f'{CONFIG}: its model was not trained to chat, or the file was not copied: name one in '
-                'model.chat_template',
-            )
-        return super().encode_chats(conversations, tools)

@@ -203,7 +203,7 @@ def describe_tokenizer(
       special_ids: ids by role: 'eos', and 'bos', 'pad' and 'unk' if the model has them. 'pad' and 'unk' are left out if
         they name an ordinary token: transformers makes every named one special, and would cut texts differently.
       add_bos, add_eos: whether transformers puts them around plain text. It never does so around a rendered chat.
-      template: the chat template in jinja2, or a list of templates with names.
+      template: the chat template in jinja2, or a list of templates with names; None = the model has none.
     """
     added = bpe.get_added_tokens_decoder()
     special = {index for index, token in added.items() if token.special}
@@ -216,7 +216,7 @@ def describe_tokenizer(
         'add_eos_token': add_eos,
         'added_tokens_decoder': {str(i): {f: getattr(token, f) for f in flags} for i, token in sorted(added.items())},
         'clean_up_tokenization_spaces': False,  # decoded text stays as it is
-        'chat_template': template,
+        **({'chat_template': template} if template else {}),
     }
     described = bpe.to_str(pretty=True)
     return {TOKENIZER: described, CONFIG: json.dumps(config, indent=1, ensure_ascii=False) + '\n'}

@@ -29,15 +29,19 @@ _CASES: dict[str, dict[str, Any]] = {
     'bfloat16, heads of 128': {'dtype': 'bfloat16', 'head_dim': 128},
     'float32, heads of 64': {'dtype': 'float32', 'head_dim': 64},
     'bfloat16, window': {'dtype': 'bfloat16', 'head_dim': 64, 'window': 1024},
+    'bfloat16, sinks': {'dtype': 'bfloat16', 'head_dim': 64, 'sinks': True},
+    'bfloat16, window and sinks': {'dtype': 'bfloat16', 'head_dim': 64, 'window': 1024, 'sinks': True},
     'bfloat16, slices': {'dtype': 'bfloat16', 'head_dim': 64, 'slices': True},
 }
 _PLAIN = ('bfloat16, heads of 64', 'float32, heads of 64')  # of the backends in plain JAX: enough
-# the heads of Qwen2.5-1.5B and -7B and of SmolLM2; tables as long as in the check
+# the heads of Qwen2.5-1.5B and -7B, of SmolLM2 and of gpt-oss; tables as long as in the check
 _PAGED_CASES = {
     'bfloat16, 12 on 2 heads of 128': Demand(12, 2, 128, 64, check.TABLE_BLOCKS, 'bfloat16', windows=False),
     'bfloat16, 28 on 4 heads of 128': Demand(28, 4, 128, 64, check.TABLE_BLOCKS, 'bfloat16', windows=False),
     'float32, 9 on 3 heads of 64': Demand(9, 3, 64, 64, check.TABLE_BLOCKS, 'float32', windows=False),
     'bfloat16, window': Demand(12, 2, 128, 64, check.TABLE_BLOCKS, 'bfloat16', windows=True),
+    'bfloat16, sinks': Demand(64, 8, 64, 64, check.TABLE_BLOCKS, 'bfloat16', windows=True, sinks=True),
+    'float32, sinks': Demand(64, 8, 64, 64, check.TABLE_BLOCKS, 'float32', windows=True, sinks=True),
 }
 # nats, mean over the tokens: accelerators multiply float32 with fewer bits, and the two sides in another order
 ALLOWED_MEAN = {'float32': 5e-3, 'bfloat16': 5e-2}

@@ -104,10 +104,13 @@ def test_shape_weights_and_tokenizer_come_out(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert all(leaf.flags.writeable for leaf in jax.tree.leaves(loaded))  # views of the mapped file are not
     assert fields == {
+        'model': 'gpt2',
         'tokens': TOKENS,
         'merges': ['a b', 'b a'],
         'token_types': [3, 1, 1, 1, 1, 1, 1],
+        'scores': [],
         'pre': 'smollm',
+        'space_prefix': True,
         'eos_id': 2,
         'chat_template': '{{ messages }}',
         'tool_template': '',

@@ -50,12 +50,17 @@ def assert_close(value, reference, dtype):
     assert np.abs(value - reference).max() <= ALLOWED[dtype] * np.abs(reference).max()
 
 
-@functools.partial(jax.jit, static_argnames=('impl', 'interpret', 'remat'))
-def out_and_gradients(arrays, d_out, segment, parent, impl, interpret=False, remat=False):
-    def attend(q, k, v):
+@functools.partial(jax.jit, static_argnames=('impl', 'interpret', 'remat', 'window'))
+def out_and_gradients(arrays, d_out, segment, parent, impl, interpret=False, remat=False, window=None):
+    """`arrays` are q, k, v and maybe sinks."""
+    positions = None if window is None else jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
+
+    def attend(q, k, v, sinks=None):
         same = segment if parent is None else parent
-        scale = q.shape[-1] ** -0.5
-        return packed_rows_attention(q, k, v, segment, same, scale=scale, impl=impl, interpret=interpret)
+        return packed_rows_attention(
+            q, k, v, segment, same, scale=q.shape[-1] ** -0.5, impl=impl, interpret=interpret, positions=positions,
+            window=window, sinks=sinks,
+        )  # fmt: skip
 
     if remat:
         names = jax.checkpoint_policies.save_only_these_names('attention_output', 'attention_lse')
@@ -85,6 +90,24 @@ def test_kernels_agree_with_dense_attention(impl, dtype, dim, parents, remat, de
         expected = out_and_gradients(exact[:3], exact[3], segment, parent, 'dense')
     for value, reference in zip(found, expected, strict=True):
         assert_close(value, reference, dtype)
+
+
+@pytest.mark.parametrize('window', [None, 128])
+@pytest.mark.parametrize('impl', ['cudnn', 'pallas'])
+def test_sinks_and_windows_of_the_kernels_agree_with_dense_attention(impl, window, device, on_gpu):
+    if not on_gpu:
+        pytest.skip('tests/models/attention interprets the kernels')
+    runnable(impl, device, dtype='bfloat16', head_dim=64, window=window, sinks=True)
+    segment, _ = rows(on_gpu, parents=False)
+    shapes = [(*segment.shape, heads, 64) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    *arrays, d_out = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+    arrays.append(jnp.array([-3.0, 0.0, 2.0, 9.0], jnp.bfloat16))
+    found = out_and_gradients(arrays, d_out, segment, None, impl, remat=True, window=window)
+    exact = [x.astype(jnp.float32) for x in (*arrays, d_out)]
+    with jax.default_matmul_precision('highest'):
+        expected = out_and_gradients(exact[:4], exact[4], segment, None, 'dense', window=window)
+    for value, reference in zip(found, expected, strict=True):
+        assert_close(value, reference, 'bfloat16')
 
 
 def test_cudnn_takes_rows_of_as_many_segments_as_it_says(device):

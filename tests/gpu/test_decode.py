@@ -59,10 +59,11 @@ def rows_of(demand, rows):
     return q, k, v, tables, lengths
 
 
+@pytest.mark.parametrize(('window', 'sinks'), [(None, False), (None, True), (1000, False), (128, True)])
 @pytest.mark.parametrize('dtype', ALLOWED)
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
-def test_the_paged_kernel_is_plain_attention_over_long_tables(shape, dtype, device, on_gpu):
-    if not on_gpu and (shape, dtype) != (SHAPES[0], 'float32'):
+def test_the_paged_kernel_is_plain_attention_over_long_tables(shape, dtype, window, sinks, device, on_gpu):
+    if not on_gpu and (shape, dtype, sinks, window) != (SHAPES[0], 'float32', False, None):
         pytest.skip('a kernel that is interpreted takes long')
     sizes = demand(shape, dtype, on_gpu)
     q, k, v, tables, lengths = rows_of(sizes, rows=8)
@@ -72,7 +73,8 @@ def test_the_paged_kernel_is_plain_attention_over_long_tables(shape, dtype, devi
         q, k, v = arrays
         layer = attention.empty(tables.size, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, jnp.dtype(q.dtype))
         layer = attention.write(layer, k, v, jnp.asarray(block), jnp.asarray(offset))
-        return attention.attend(q, layer, jnp.asarray(tables), jnp.asarray(lengths), None)
+        logits = jnp.linspace(-2.0, 5.0, sizes.heads) if sinks else None
+        return attention.attend(q, layer, jnp.asarray(tables), jnp.asarray(lengths), window, logits)
 
     kernel = PallasGpuAttention(sizes.head_dim, interpret=not on_gpu)
     found = jax.jit(functools.partial(attend, kernel))(q, k, v)

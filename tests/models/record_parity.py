@@ -28,6 +28,7 @@ def load(directory: pathlib.Path, **options: str) -> Any:
     import torch
     import transformers
 
+    torch.set_num_threads(1)  # with more, sums have another order and logits other last digits
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, **options
     )

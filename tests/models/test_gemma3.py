@@ -1,4 +1,4 @@
-"""Gemma 3 270M, real weights in 4 to 8 bits: the log-probs of transformers, and an export that reads back."""
+"""Gemma 3 270M, real weights in 4 to 8 bits: ids of sentencepiece, log-probs of transformers, an export read back."""
 
 from __future__ import annotations
 
@@ -15,20 +15,31 @@ from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import token_logprobs
 from areal_jax.publication.export import export_hf
+from areal_jax.text.file_tokenizers import GgufTokenizer
 from tests.models import record_gemma3
+from tests.tasks.texts import TEXTS
 
 pytestmark = pytest.mark.slow
+RECORDED = json.loads(record_gemma3.OUTPUT.read_text())
 
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
     pytest.importorskip(record_gemma3.PACKAGE)
-    config, params, _ = load_gguf(record_gemma3.assemble(tmp_path_factory.mktemp('gemma3')))
-    return config, params
+    return load_gguf(record_gemma3.assemble(tmp_path_factory.mktemp('gemma3')))
+
+
+def test_texts_have_the_ids_of_sentencepiece(model):
+    tokenizer = GgufTokenizer(model[2])
+    for text, ids in zip(TEXTS, RECORDED['ids'], strict=True):
+        tokens = tokenizer.encode(text)
+        assert tokens.tolist() == ids
+        assert tokenizer.decode(tokens) == text
+        assert tokenizer.encode_prompt(text).tolist() == [record_gemma3.BOS, *ids]
 
 
 def test_log_probs_are_those_of_transformers_behind_the_window_too(model):
-    config, params = model
+    config, params, _ = model
     decoder = Decoder(config)
 
     @jax.jit
@@ -42,8 +53,7 @@ def test_log_probs_are_those_of_transformers_behind_the_window_too(model):
         hidden, _ = decoder.hidden(params, tokens, positions, attend)
         return token_logprobs(hidden[:-1], decoder.head(params), tokens[1:], 1.0)[0]
 
-    recorded = json.loads(record_gemma3.OUTPUT.read_text())
-    for text, length in zip(recorded['texts'], record_gemma3.LENGTHS, strict=True):
+    for text, length in zip(RECORDED['texts'], record_gemma3.LENGTHS, strict=True):
         tokens = np.array(text['tokens'], np.int32)
         assert len(tokens) == length
         error = np.abs(np.asarray(run(params, tokens)) - text['logprobs'])
@@ -52,7 +62,7 @@ def test_log_probs_are_those_of_transformers_behind_the_window_too(model):
 
 
 def test_an_export_reads_back_bit_for_bit(model, tmp_path):
-    config, params = model
+    config, params, _ = model
     export_hf(tmp_path / 'export', params, config, dtype='float32')
     found, loaded = load_hf(tmp_path / 'export')
     assert found == config

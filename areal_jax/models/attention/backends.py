@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.models.attention import cudnn, flash
+from areal_jax.models.attention import cudnn, flash, splash
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.attention.flash import PALLAS_BLOCK, RowIds, Setting
 
@@ -28,14 +28,12 @@ class AttentionError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The features of a backend. All backends support segments, causal masks and grouped queries."""
+    """The features of a backend. All have segments, causal masks, sliding windows, grouped queries and sinks."""
 
     platforms: tuple[str, ...]  # of jax.default_backend(); empty = any
     dtypes: tuple[str, ...]
-    shares_prompts: bool  # parent_ids that differ from segment_ids
-    windows: bool  # a sliding window
+    shares_prompts: bool  # parent_ids that differ from segment_ids, and windows over positions other than places
     slices: bool  # queries of a part of the row (context parallelism)
-    sinks: bool  # a logit more in the sum of each head's softmax
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     head_dim_step: int = 1
     max_head_dim: int | None = None
@@ -49,22 +47,18 @@ class Demand:
     dtype: jax.typing.DTypeLike
     head_dim: int | None
     shares_prompts: bool
-    window: int | None
     slices: bool
-    sinks: bool = False
 
 
 # In 'dense', 'blocked' and 'pallas' a NaN or infinity stays within its segment, forward and backward.
 BACKENDS = {
-    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
-    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
-    'pallas': Backend(('gpu',), _FLOATS, True, True, True, True, min_capability=(8, 0), max_head_dim=256),
-    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False, False),
+    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True),
+    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True),
+    'pallas': Backend(('gpu',), _FLOATS, True, True, min_capability=(8, 0), max_head_dim=256),
+    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False),
     'cudnn': Backend(
         ('gpu',),
         ('bfloat16', 'float16'),
-        False,
-        False,
         False,
         False,
         (9, 0),
@@ -75,6 +69,8 @@ BACKENDS = {
 }
 IMPLEMENTATIONS = ('auto', *BACKENDS)
 _PREFERRED = {'tpu': ('splash',), 'gpu': ('cudnn', 'pallas')}  # then 'blocked', which runs everywhere
+# with a window or sinks: those of 'cudnn' have not run on a GPU yet (docs/status.md), those of 'pallas' read less
+_PREFERRED_BEYOND_CAUSAL = _PREFERRED | {'gpu': ('pallas', 'cudnn')}
 
 
 def choose_implementation(
@@ -97,13 +93,14 @@ def choose_implementation(
       platform: of jax.default_backend().
       tokens: of a row.
       head_dim, capability: of the model and of a CUDA device, see `local_device`; None = not checked.
-      shares_prompts, window, slices, sinks: features that the mask must express, see packed_attention.
+      shares_prompts, slices: features that the mask must express, see packed_attention.
+      window, sinks: likewise; every backend has them, but 'auto' may prefer another.
       excluded: backends that 'auto' passes over.
 
     Raises AttentionError, naming the feature that `impl` lacks and a backend that has it.
     """
 
-    demand = Demand(dtype, head_dim, shares_prompts, window, slices, sinks)
+    demand = Demand(dtype, head_dim, shares_prompts, slices)
 
     def missing(name: str) -> str | None:
         return missing_feature(name, demand) or _missing_hardware(BACKENDS[name], platform, capability)
@@ -113,7 +110,8 @@ def choose_implementation(
             raise AttentionError(f'attention {impl!r} {reason}; use {able(missing)}')
         return impl
     fallback = ('dense',) if tokens < DENSE_BELOW_TOKENS and platform not in _PREFERRED else ()
-    for name in (*_PREFERRED.get(platform, ()), *fallback, 'blocked', 'dense'):
+    preferred = _PREFERRED if window is None and not sinks else _PREFERRED_BEYOND_CAUSAL
+    for name in (*preferred.get(platform, ()), *fallback, 'blocked', 'dense'):
         if name not in excluded and not missing(name):
             return name
     raise AttentionError(f'no attention is left for {jnp.dtype(dtype)} on {platform!r}: excluded are {list(excluded)}')
@@ -135,12 +133,8 @@ def missing_feature(impl: str, demand: Demand) -> str | None:
         return f'cannot compute in {dtype} (only {", ".join(backend.dtypes)})'
     if demand.shares_prompts and not backend.shares_prompts:
         return 'cannot express shared prompts (parent_ids other than segment_ids)'
-    if demand.window is not None and not backend.windows:
-        return f'cannot express a sliding window (window={demand.window})'
     if demand.slices and not backend.slices:
         return 'cannot express a slice of the queries (first, or fewer queries than keys)'
-    if demand.sinks and not backend.sinks:
-        return 'cannot express attention sinks'
     if head_dim is not None and (head_dim % backend.head_dim_step or head_dim > (backend.max_head_dim or head_dim)):
         return (
             f'cannot take head size {head_dim} (at most {backend.max_head_dim}, a multiple of {backend.head_dim_step})'
@@ -201,7 +195,8 @@ def packed_attention(
       scale: static.
       impl: static, one of IMPLEMENTATIONS, see BACKENDS. 'auto' chooses a backend that supports the call. Pass the
         same array as segment_ids and parent_ids if no prompts are shared; otherwise it must assume that they are.
-      positions: int32 [T], in the trajectory; required with a window.
+      positions: int32 [T], in the trajectory; required with a window. Backends without shared prompts count places of
+        the row instead: the positions of a segment must increase by 1, else they return NaN.
       window: static, tokens, >= 1.
       first: the queries are the tokens first to first + Tq of the row (context parallelism). It may be traced; the
         caller must then keep it in range.
@@ -252,15 +247,23 @@ def packed_rows_attention(
             shares_prompts=shares, window=window, slices=slices, sinks=sinks is not None,
         )  # fmt: skip
     known_to_share = shares and not _is_traced(segment_ids, parent_ids)
-    demand = Demand(q.dtype, q.shape[-1], known_to_share, window, slices, sinks is not None)
+    demand = Demand(q.dtype, q.shape[-1], known_to_share, slices)
     if reason := missing_feature(impl, demand):
         raise AttentionError(f'attention {impl!r} {reason}; use {able(lambda name: missing_feature(name, demand))}')
     ids = RowIds(segment_ids, parent_ids, positions if window else None, first)
     more = () if sinks is None else (sinks,)
     out = _find_attention(impl)(q, k, v, ids, Setting(scale, window, interpret), *more)
-    if shares and not BACKENDS[impl].shares_prompts:
-        return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan)
-    return out
+    if BACKENDS[impl].shares_prompts:
+        return out
+    if window is not None and positions is not None:
+        out = jnp.where(_counts_places(segment_ids, positions)[:, None, None, None], out, jnp.nan)
+    return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan) if shares else out
+
+
+def _counts_places(segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    """bool [R]: positions increase by 1 within each segment, padding aside."""
+    inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+    return jnp.all(~inside | (positions[:, 1:] - positions[:, :-1] == 1), axis=1)
 
 
 def tile_tokens(row_tokens: int) -> int:
@@ -280,7 +283,7 @@ def _find_attention(impl: str) -> Callable[..., jax.Array]:
     return {
         'dense': flash.attend_dense,
         'blocked': flash.attend_blocked,
-        'splash': flash.attend_splash,
+        'splash': splash.attend_rows,
         'cudnn': cudnn.attend_rows,
     }[impl]
 

@@ -164,7 +164,7 @@ class Kernel(NamedTuple):
     """-> gradients of q, k and v."""
 
 
-_Saved = tuple[Rows, Keys, jax.Array, jax.Array]  # the last two are out and log-sum-exp
+_Saved = tuple[Rows, Keys, jax.Array | None, jax.Array, jax.Array]  # the last three are sinks, out and log-sum-exp
 
 
 def attend(
@@ -187,24 +187,23 @@ def attend(
     n_queries, heads, dim = q.shape
     groups = k.shape[1]
     q = q.reshape(n_queries, groups, heads // groups, dim).transpose(1, 2, 0, 3)
-    inputs = q, k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    if sinks is None:
-        out = _attention(*inputs, queries, keys, kernel, setting)
-    else:
-        out = _attention_with_sinks(*inputs, sinks.reshape(groups, -1), queries, keys, kernel, setting)
+    logits = None if sinks is None else sinks.reshape(groups, -1)
+    out = _attention(q, k.transpose(1, 0, 2), v.transpose(1, 0, 2), logits, queries, keys, kernel, setting)
     return out.transpose(2, 0, 1, 3).reshape(n_queries, heads, dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel, setting: Setting
-) -> jax.Array:
-    return _forward(q, k, v, queries, keys, kernel, setting)[0]
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, queries: QueryIds, keys: KeyIds, kernel: Kernel,
+    setting: Setting,
+) -> jax.Array:  # fmt: skip
+    return _forward(q, k, v, sinks, queries, keys, kernel, setting)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel, setting: Setting
-) -> tuple[jax.Array, _Saved]:
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, queries: QueryIds, keys: KeyIds, kernel: Kernel,
+    setting: Setting,
+) -> tuple[jax.Array, _Saved]:  # fmt: skip
     # A NaN in `v` would reach every query of the tile, since 0 * NaN is NaN. So it is replaced by 0, and its key is set
     # to NaN instead: the mask hides the NaN from all queries but those that see the key. Infinities become NaN too,
     # because a score of -inf would be below the masked scores.
@@ -212,59 +211,41 @@ def _forward(
     rows = Rows(jnp.where(_all_finite(q), q, jnp.nan), queries)
     columns = Keys(jnp.where(good_keys, k, jnp.nan), jnp.where(good_values, v, 0.0), keys)
     out, lse = kernel.forward(rows, columns, setting)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks[..., None])
     out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, (rows, columns, out, lse)
+    return out, (rows, columns, sinks, out, lse)
 
 
 def _backward(kernel: Kernel, setting: Setting, saved: _Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    rows, keys, out, lse = saved
+    rows, keys, sinks, out, lse = saved
     # likewise a NaN in a query is replaced by 0, and its log-sum-exp is set to NaN: only weights of visible keys use it
     overlap = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1)
     statistics = jnp.stack([jnp.where(jnp.isfinite(overlap), lse, jnp.nan), overlap])
     gradient_rows = GradientRows(_finite(rows.q), rows.ids, _finite(d_out), statistics)
     keys = keys._replace(k=jnp.where(_all_finite(keys.k), keys.k, 0.0))
-    return *kernel.backward(gradient_rows, keys, setting), None, None
+    d_sinks = None if sinks is None else sink_gradient(sinks[..., None], lse, overlap).sum(axis=-1).astype(sinks.dtype)
+    d_q, d_k, d_v = kernel.backward(gradient_rows, keys, setting)
+    return d_q, d_k, d_v, d_sinks, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attention_with_sinks(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel,
-    setting: Setting,
-) -> jax.Array:  # fmt: skip
-    return _forward_with_sinks(q, k, v, sinks, queries, keys, kernel, setting)[0]
+def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds to attention, out [..., D] and log-sum-exp [...], a key of the scores `sinks` that has no value.
 
-
-def _forward_with_sinks(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel,
-    setting: Setting,
-) -> tuple[jax.Array, tuple[_Saved, jax.Array]]:  # fmt: skip
-    """A sink is a key without a value: it lowers the output by sigmoid(log-sum-exp - sink) and is part of the sum.
-
-    With that output and that log-sum-exp the kernels' backward pass is the gradient of q, k and v as it is.
+    `sinks` broadcasts to the log-sum-exp. A backward pass that gets this output and this log-sum-exp computes the
+    gradients of q, k and v as they are: the sink is in the sum, and it has no value that could add to d_out * out.
     """
-    _, (rows, columns, out, lse) = _forward(q, k, v, queries, keys, kernel, setting)
-    logits = sinks.astype(jnp.float32)[..., None]
-    out = (out * jax.nn.sigmoid(lse - logits)[..., None]).astype(out.dtype)
-    lse = jnp.logaddexp(lse, logits)
-    out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, ((rows, columns, out, lse), sinks)
+    sinks = sinks.astype(jnp.float32)
+    lowered = out * jax.nn.sigmoid(lse - sinks)[..., None]
+    return lowered.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
-def _backward_with_sinks(
-    kernel: Kernel, setting: Setting, saved: tuple[_Saved, jax.Array], d_out: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    attended, sinks = saved
-    *_, out, lse = attended
-    weights = jnp.exp(sinks.astype(jnp.float32)[..., None] - lse)  # of the sink, [K, G, Lq]
-    d_sinks = -jnp.sum(weights * jnp.sum(d_out.astype(jnp.float32) * out, axis=-1), axis=-1)
-    d_q, d_k, d_v, *_ = _backward(kernel, setting, attended, d_out)
-    return d_q, d_k, d_v, d_sinks.astype(sinks.dtype), None, None
-
-
-_attention_with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
+def sink_gradient(sinks: jax.Array, lse: jax.Array, overlap: jax.Array) -> jax.Array:
+    """The gradient of `sinks` by query, from the log-sum-exp of `add_sinks` and the sum of d_out * out."""
+    return -jnp.exp(sinks.astype(jnp.float32) - lse) * overlap
 
 
 def tile_scores(rows: Rows | GradientRows, keys: Keys, seen: jax.Array, scale: float) -> jax.Array:
@@ -303,56 +284,6 @@ def _all_finite(x: jax.Array) -> jax.Array:
 
 def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, 0)
-
-
-# The splash attention kernel of jax for TPUs, for packed rows without shared prompts.
-#
-# Its modules are imported on first use: the import takes a quarter of a second, which a run without a TPU saves.
-
-
-_LANES = 128  # tokens and head sizes are padded to multiples
-_MAX_BLOCK = 512  # tokens: side of a tile, if it divides the row
-
-
-def attend_splash(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
-    """Causal attention within segments: [R, T, H, D] for q [R, T, H, D], k and v [R, T, K, D]. Reads no other id.
-
-    The kernel skips only tiles above the diagonal. It has no scale, so q is scaled first. It saves output and
-    log-sum-exp for the backward pass under one name, 'attention_output'. A NaN may spread to other segments.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
-    rows, tokens, heads, dim = q.shape
-    more_tokens, more_dim = -tokens % _LANES, -dim % _LANES
-    kernel = _kernel(tokens + more_tokens, heads, setting.interpret)
-    q, k, v = (
-        jnp.pad(x, ((0, 0), (0, more_tokens), (0, 0), (0, more_dim))).transpose(0, 2, 1, 3)
-        for x in ((q * setting.scale).astype(q.dtype), k, v)
-    )
-    padding = jnp.broadcast_to(ids.segment.min(axis=1, keepdims=True) - 1, (rows, more_tokens))
-    segments = jnp.concatenate([ids.segment, padding], axis=1)
-    out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=segments, kv=segments))
-    return out.transpose(0, 2, 1, 3)[:, :tokens, :, :dim]
-
-
-@functools.lru_cache(maxsize=32)
-def _kernel(tokens: int, heads: int, interpret: bool) -> Callable[..., jax.Array]:
-    """Built once per shape, because building the mask is slow; its arrays are constants even under a jit trace."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    block = next(b for b in (_MAX_BLOCK, 256, _LANES) if tokens % b == 0)
-    sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
-        block_q_dq=block, block_kv_dq=block,
-    )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((tokens, tokens))] * heads)
-    with jax.ensure_compile_time_eval():
-        return splash.make_splash_mha(
-            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=OUTPUT_NAME,
-            interpret=interpret,
-        )  # fmt: skip
 
 
 def attend_dense(

@@ -13,7 +13,7 @@ from areal_jax.models.attention.backends import packed_attention
 
 T, N, K, D = 150, 4, 2, 8  # three blocks of 64 tokens, the last not full
 SCALE = 0.4
-OUR_OWN = ('dense', 'blocked', 'pallas')  # share prompts, windows, slices; contain bad values
+OUR_OWN = ('dense', 'blocked', 'pallas')  # share prompts, slices; contain bad values
 INTERPRETED = ('pallas', 'splash')
 runs_here = pytest.mark.parametrize('impl', [*OUR_OWN, 'splash'])
 runs_anything = pytest.mark.parametrize('impl', OUR_OWN)
@@ -43,6 +43,7 @@ PACKED = ids(70, 1, 40, 30)
 SHARED = ids(50, 20, 30, 25, 10, parents=(1, 1, 1, 4, 4))  # two groups: prompts 1 and 4, answers 2, 3 and 5
 # answers follow their prompt in the trajectory: 2 and 3 start at 50, 5 at 25
 POSITIONS = np.r_[0:50, 50:70, 50:80, 0:25, 25:35, 0:15].astype(np.int32)
+PLACES = np.arange(T, dtype=np.int32)  # each segment of PACKED counts on from the one before
 both_packings = pytest.mark.parametrize(('segment', 'parent'), [PACKED, SHARED], ids=['packed', 'shared'])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from areal_jax.models.attention import flash, pallas
+from areal_jax.models.attention import pallas, splash
 from areal_jax.models.attention.backends import (
     BACKENDS,
     DENSE_BELOW_TOKENS,
@@ -41,7 +41,7 @@ HOPPER, AMPERE = {'platform': 'gpu', 'capability': (9, 0)}, {'platform': 'gpu', 
         ({'platform': 'tpu'}, 'splash'),
         ({'platform': 'tpu', 'tokens': 128}, 'splash'),
         ({'platform': 'tpu', 'shares_prompts': True}, 'blocked'),
-        ({'platform': 'tpu', 'window': 512}, 'blocked'),
+        ({'platform': 'tpu', 'window': 512}, 'splash'),
         ({'platform': 'tpu', 'slices': True}, 'blocked'),
         ({'platform': 'tpu', 'dtype': 'float16'}, 'blocked'),
         (HOPPER, 'cudnn'),
@@ -50,7 +50,8 @@ HOPPER, AMPERE = {'platform': 'gpu', 'capability': (9, 0)}, {'platform': 'gpu', 
         (HOPPER | {'shares_prompts': True}, 'pallas'),
         (HOPPER | {'window': 512}, 'pallas'),
         (HOPPER | {'sinks': True}, 'pallas'),
-        ({'platform': 'tpu', 'sinks': True}, 'blocked'),
+        (HOPPER | {'sinks': True, 'excluded': ('pallas',)}, 'cudnn'),
+        ({'platform': 'tpu', 'sinks': True, 'window': 128}, 'splash'),
         (HOPPER | {'slices': True}, 'pallas'),
         (HOPPER | {'dtype': 'float32'}, 'pallas'),
         (HOPPER | {'head_dim': 84}, 'pallas'),
@@ -71,8 +72,6 @@ def test_auto_takes_the_best_that_can_do_what_is_asked(facts, expected):
         ('cudnn', AMPERE, r"'cudnn' needs CUDA compute capability \(9, 0\), this device has \(8, 0\); use .*'pallas'"),
         ('cudnn', HOPPER | {'dtype': 'float32'}, "'cudnn' cannot compute in float32 .*'dense' or 'blocked' or"),
         ('cudnn', HOPPER | {'shares_prompts': True}, "'cudnn' cannot express shared prompts .*'pallas'"),
-        ('splash', {'platform': 'tpu', 'window': 9}, r"sliding window \(window=9\); use .*'blocked'"),
-        ('splash', {'platform': 'tpu', 'sinks': True}, "'splash' cannot express attention sinks; use .*'blocked'"),
         ('splash', {'platform': 'tpu', 'slices': True}, "'splash' cannot express a slice of the queries .*'blocked'"),
         ('cudnn', HOPPER | {'head_dim': 84}, "'cudnn' cannot take head size 84 .at most 256, .* of 8.*'pallas'"),
     ],
@@ -95,8 +94,6 @@ def test_a_call_refuses_what_the_mask_cannot_express():
     refused = lambda q, parent, **more: packed_attention(q, k, v, PACKED[0], parent, scale=1.0, impl='splash', **more)
     with pytest.raises(AttentionError, match=r"'splash' cannot express shared prompts .*; use 'dense' or 'blocked' or"):
         refused(q, SHARED[1])
-    with pytest.raises(AttentionError, match=r"'splash' cannot express a sliding window \(window=5\)"):
-        refused(q, PACKED[1], window=5, positions=PACKED[0])
     with pytest.raises(AttentionError, match="'splash' cannot express a slice"):
         refused(q[:10], PACKED[1])
 
@@ -109,6 +106,16 @@ def test_shared_prompts_seen_too_late_to_refuse_are_nan_and_not_wrong():
     assert np.isfinite(out[~lost]).all()
 
 
+def test_a_window_over_positions_that_are_no_places_is_nan_and_not_wrong():
+    # splash counts places of the row: two segments at positions 5, 6, ... are right, one whose positions jump is not
+    jumped = np.r_[5:155].astype(np.int32)
+    jumped[80:] += 1
+    row = np.r_[np.full(80, 1), np.full(70, 2)].astype(np.int32)
+    within, across = (attend(*tensors(), one, one, 'splash', jumped, 13) for one in (row, np.ones_like(row)))
+    assert np.isfinite(within).all()
+    assert np.isnan(across).all()
+
+
 def test_auto_in_a_call_takes_blocks_for_long_rows():
     def loops(tokens):
         one = np.ones(tokens, np.int32)
@@ -118,28 +125,33 @@ def test_auto_in_a_call_takes_blocks_for_long_rows():
     assert loops(DENSE_BELOW_TOKENS)
 
 
+@pytest.mark.parametrize('extras', [(None, False), (64, True)], ids=['causal', 'window and sinks'])
 @pytest.mark.parametrize(
-    ('attend_rows', 'platform', 'dim', 'dtype', 'kernels'),
+    ('attend_rows', 'platform', 'dim', 'dtype', 'kernel'),
     [
-        (pallas.attend_rows, 'cuda', 64, 'bfloat16', ['__gpu$xla.gpu.triton'] * 3),
-        (pallas.attend_rows, 'cuda', 80, 'float32', ['__gpu$xla.gpu.triton'] * 3),
-        (flash.attend_splash, 'tpu', 64, 'bfloat16', ['tpu_custom_call'] * 3),
+        (pallas.attend_rows, 'cuda', 64, 'bfloat16', '__gpu$xla.gpu.triton'),
+        (pallas.attend_rows, 'cuda', 80, 'float32', '__gpu$xla.gpu.triton'),
+        (splash.attend_rows, 'tpu', 64, 'bfloat16', 'tpu_custom_call'),
     ],
 )
-def test_kernels_lower_for_their_devices(attend_rows, platform, dim, dtype, kernels):
+def test_kernels_lower_for_their_devices(attend_rows, platform, dim, dtype, kernel, extras):
     # forward, gradient of q, gradients of k and v; that they run there is what the self-check is for
-    def loss(q, k, v):
-        ids = RowIds(jnp.asarray(PACKED[0])[None], jnp.asarray(PACKED[1])[None], None, 0)
-        return jnp.sum(attend_rows(q, k, v, ids, Setting(SCALE, None)).astype(jnp.float32))
+    window, has_sinks = extras
+
+    def loss(q, k, v, *sinks):
+        places = jnp.arange(T)[None] if window else None
+        ids = RowIds(jnp.asarray(PACKED[0])[None], jnp.asarray(PACKED[1])[None], places, 0)
+        return jnp.sum(attend_rows(q, k, v, ids, Setting(SCALE, window), *sinks).astype(jnp.float32))
 
     arrays = [jax.ShapeDtypeStruct((1, T, heads, dim), dtype) for heads in (N, K, K)]
+    arrays += [jax.ShapeDtypeStruct((N,), 'float32')] * has_sinks
     # Triton asks for the device that it compiles for; the kernels for TPU ask for none
     gpu = AbstractMesh((1,), ('x',), abstract_device=AbstractDevice('NVIDIA H100', None, 'gpu'))
     with use_abstract_mesh(gpu) if platform == 'cuda' else contextlib.nullcontext():
-        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays).lower(lowering_platforms=(platform,))
-    text = lowered.as_text()
-    assert [name for name in kernels if f'@{name}' in text] == kernels
-    assert text.count(f'@{kernels[0]}') == 3
+        traced = jax.jit(jax.grad(loss, argnums=range(len(arrays)))).trace(*arrays)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(f'@{kernel}') == 3
+    assert [one.dtype for one in traced.out_info] == [one.dtype for one in arrays]
 
 
 def test_pallas_pads_head_sizes_that_are_no_power_of_two():

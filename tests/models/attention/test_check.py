@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.models.attention import check, flash
+from areal_jax.models.attention import check, flash, splash
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.models.attention.check import choose_checked, self_check
-from tests.models.attention.rows import INTERPRETED, runs_anything, runs_here
+from tests.models.attention.rows import INTERPRETED, runs_here
 
 
 @runs_here
@@ -17,9 +17,9 @@ def test_a_right_backend_passes(impl):
     self_check(impl, dtype=jnp.float32, head_dim=16, interpret=impl in INTERPRETED)
 
 
-@runs_anything
+@runs_here
 def test_a_right_backend_passes_with_sinks(impl):
-    self_check(impl, dtype=jnp.float32, head_dim=16, sinks=True, interpret=impl in INTERPRETED)
+    self_check(impl, dtype=jnp.float32, head_dim=16, window=4096, sinks=True, interpret=impl in INTERPRETED)
 
 
 def no_sink_gradient(attend):
@@ -106,7 +106,7 @@ def test_a_backend_that_does_not_run_here_is_refused():
 
 def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
     monkeypatch.setattr(check, 'local_device', lambda: ('tpu', None))
-    monkeypatch.setattr(flash, 'attend_splash', wrong_heads(flash.attend_dense))
+    monkeypatch.setattr(splash, 'attend_rows', wrong_heads(flash.attend_dense))
     facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16}
     name, reasons = choose_checked('auto', **facts)
     assert name == 'blocked'

@@ -37,16 +37,21 @@ CONFIG = ModelConfig(
     vocab_size=VOCABULARY, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, rope_theta=1e4
 )
 DECODER = Decoder(CONFIG)
-TIE, LOGPROB_ERROR = 1e-4, 2e-5
+TIE, LOGPROB_ERROR = 1e-4, 1e-5
+FLOAT32_ERROR = 2e-5  # where the other side computes in float32 too, and of many more tokens
 UNKNOWN = -1  # version of a position that nothing was written to
 
 
 @functools.cache
 def weights(version, decoder=DECODER):
-    """Nested dicts of numpy arrays; of another decoder with every parameter drawn."""
+    """Nested dicts of numpy arrays; of another decoder with every parameter drawn.
+
+    The scale keeps rounding below LOGPROB_ERROR: at 1.5 a sequence of seed 1 has errors from 2e-6 to 1.5e-5 nats in
+    float32, depending on nothing but the order of the width, and 2e-5 in engines with and without native attention.
+    """
     if decoder is not DECODER:
         return family_examples.draw(decoder.config, version)
-    return jax.tree.map(np.asarray, DECODER.init(version, scale=1.5))
+    return jax.tree.map(np.asarray, DECODER.init(version, scale=1.25))
 
 
 @functools.cache
@@ -412,7 +417,7 @@ def assert_delivered(schedule):
         assert all(token not in request.sampling.stop_tokens for token, *_ in found[:-1])
 
 
-def assert_as_decoded_without_a_cache(schedule, next_logits=_PLAIN):
+def assert_as_decoded_without_a_cache(schedule, next_logits=_PLAIN, error=LOGPROB_ERROR):
     """The same tokens unless two were as good, and log-probs to rounding: (tokens that differ, all tokens)."""
     by_version = {version: schedule.weights(version) for version in range(schedule.version + 1)}
     flips = checked = 0
@@ -423,9 +428,9 @@ def assert_as_decoded_without_a_cache(schedule, next_logits=_PLAIN):
             choice = choose(logits, request, len(sequence))
             assert choice.token == one.token or choice.margin < TIE
             flips, checked = flips + (choice.token != one.token), checked + 1
-            np.testing.assert_allclose(one.logprob, choice.logprobs[one.token], rtol=0, atol=LOGPROB_ERROR)
+            np.testing.assert_allclose(one.logprob, choice.logprobs[one.token], rtol=0, atol=error)
             if request.sampling.cuts and choice.margin >= TIE:
-                np.testing.assert_allclose(one.cut_logprob, choice.cut_logprobs[one.token], rtol=0, atol=LOGPROB_ERROR)
+                np.testing.assert_allclose(one.cut_logprob, choice.cut_logprobs[one.token], rtol=0, atol=error)
             sequence.append(one.token)
     return flips, checked
 
@@ -493,7 +498,7 @@ def test_every_family_gives_under_random_schedules_what_it_gives_token_by_token(
     for seed in range(2):
         reference = family_examples.TokenByToken(config, CONTEXT)
         schedule, flips, checked = checked_run(
-            seed, 4, 64, kv_policy, decoder=Decoder(config), next_logits=reference.next_logits
+            seed, 4, 64, kv_policy, decoder=Decoder(config), next_logits=reference.next_logits, error=FLOAT32_ERROR
         )
         assert flips == 0
         assert checked > 100
@@ -522,7 +527,8 @@ def test_many_long_schedules():
     flips = checked = 0
     for seed in range(10, 50):
         block_tokens, cache_tokens = [(4, 64), (CONTEXT, 4 * CONTEXT), (4, 64)][seed % 3]
-        _, *numbers = checked_run(seed, block_tokens, cache_tokens, ('recompute', 'keep')[seed % 2], actions=60)
+        policy = ('recompute', 'keep')[seed % 2]
+        _, *numbers = checked_run(seed, block_tokens, cache_tokens, policy, actions=60, error=FLOAT32_ERROR)
         flips, checked = flips + numbers[0], checked + numbers[1]
     assert checked > 10_000
     assert flips < checked / 10_000

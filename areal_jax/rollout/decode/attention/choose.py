@@ -11,11 +11,21 @@ import numpy as np
 
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.attention.loops import CacheAttention, GatherAttention, LayerCache, LoopAttention
-from areal_jax.rollout.decode.attention.pallas_kernels import PallasGpuAttention, PallasTpuAttention
+from areal_jax.rollout.decode.attention.loops import (
+    BlocksFirst,
+    CacheAttention,
+    GatherAttention,
+    LayerCache,
+    LoopAttention,
+)
+from areal_jax.rollout.decode.attention.pallas_kernels import (
+    HeadMajorTpuAttention,
+    PallasGpuAttention,
+    PallasTpuAttention,
+)
 
 
-class NativeAttention:
+class NativeAttention(BlocksFirst):
     """loops.CacheAttention in C++ kernels; float32 only. Raises AttentionError if the machine can not compile them."""
 
     name = 'native'
@@ -69,10 +79,6 @@ class NativeAttention:
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
         return jnp.sum(lengths)
 
-    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
-        keys, values = layer
-        return keys.at[targets].set(keys[sources]), values.at[targets].set(values[sources])
-
 
 SETTING = 'rollout.attention'
 _ANY_PLATFORM = ()
@@ -95,42 +101,32 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """An implementation's capabilities, and the function that makes it for an engine."""
+    """An implementation's capabilities, and the function that makes it; all have windows and sinks."""
 
     make: Callable[[Demand], CacheAttention]
     platforms: tuple[str, ...]  # of a jax.Device; empty = any
     dtypes: tuple[str, ...]
-    windows: bool
     is_kernel: bool  # not compiled by XLA: it runs only if it passes the check
-    sinks: bool = False
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     max_head_dim: int | None = None
 
 
 IMPLEMENTATIONS = {
-    'gather': Implementation(
-        lambda d: GatherAttention(d.table_blocks), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False, sinks=True
-    ),
-    'loops': Implementation(
-        lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False, sinks=True
-    ),
-    'native': Implementation(
-        lambda d: NativeAttention(), ('cpu',), ('float32',), windows=True, is_kernel=True, sinks=True
-    ),
+    'gather': Implementation(lambda d: GatherAttention(d.table_blocks), _ANY_PLATFORM, _FLOATS, is_kernel=False),
+    'loops': Implementation(lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, is_kernel=False),
+    'native': Implementation(lambda d: NativeAttention(), ('cpu',), ('float32',), is_kernel=True),
     'pallas_gpu': Implementation(
         lambda d: PallasGpuAttention(d.head_dim),
         ('gpu',),
         _FLOATS,
-        windows=False,
         is_kernel=True,
         min_capability=(8, 0),
         max_head_dim=256,
     ),
     'pallas_tpu': Implementation(
-        lambda d: PallasTpuAttention(d.kv_heads, d.head_dim),
+        lambda d: HeadMajorTpuAttention(d.head_dim) if d.sinks else PallasTpuAttention(d.kv_heads, d.head_dim),
         ('tpu',),
         ('float32', 'bfloat16'),
-        windows=True,
         is_kernel=True,
         max_head_dim=256,
     ),
@@ -173,10 +169,6 @@ def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
         return f'needs CUDA compute capability {found.min_capability}, {device} has {capability}'
     if dtype not in found.dtypes:
         return f'cannot compute in {dtype} (only {", ".join(found.dtypes)})'
-    if demand.windows and not found.windows:
-        return 'cannot express a sliding window, which this model has'
-    if demand.sinks and not found.sinks:
-        return 'cannot express attention sinks, which this model has'
     if found.max_head_dim is not None and demand.head_dim > found.max_head_dim:
         return f'cannot take head size {demand.head_dim} (at most {found.max_head_dim})'
     return None

@@ -69,17 +69,48 @@ class CacheAttention(Protocol):
         ...
 
 
+class Sums(NamedTuple):
+    """The sums of a softmax over some positions; sums over no position have the top MASKED."""
+
+    top: jax.Array  # float32 [...], the largest score
+    total: jax.Array  # float32 [...], sum of e^(score - top)
+    out: jax.Array  # float32 [..., D], sum of e^(score - top) value
+
+
+def join(sums: Sums, axis: int) -> Sums:
+    """Adds up sums over different positions."""
+    top = sums.top.max(axis=axis, keepdims=True)
+    share = jnp.exp(sums.top - top)
+    out = (sums.out * share[..., None]).sum(axis=axis)
+    return Sums(top.squeeze(axis), (sums.total * share).sum(axis=axis), out)
+
+
+def finish(sums: Sums, sinks: jax.Array | None) -> jax.Array:
+    """Divides the sums; sinks broadcast to `total`, to which each adds a score without a value."""
+    top, total, out = sums
+    if sinks is not None:  # infinite if the sink is far above all scores, and then the result is 0
+        total = total + jnp.exp(sinks - top)
+    return out / jnp.where(total == 0, 1, total)[..., None]  # 0: all rows are padding
+
+
+class BlocksFirst:
+    """A layout whose arrays have the blocks on their first axis."""
+
+    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
+        return tuple(side.at[targets].set(side[sources]) for side in layer)
+
+
 # Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
 #
 # The reference for the other implementations, and the fallback for hardware without one. Shapes as in
 # CacheAttention, with S = M * T positions of a table row.
 
 
-_MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
+MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherAttention:
+class GatherAttention(BlocksFirst):
     """CacheAttention by a gather; keys and values of a layer are [blocks, K, T, D]."""
 
     table_blocks: int  # M of the tables: `attend` reads all M blocks
@@ -113,7 +144,7 @@ class GatherAttention:
             seen &= place >= lengths[:, None] - window
         grouped = q.reshape(rows, k.shape[1], -1, size)
         scores = jnp.einsum('bkgd,bksd->bkgs', grouped, k, preferred_element_type=jnp.float32) * size**-0.5
-        scores = jnp.where(seen[:, None, None], scores, _MASKED)
+        scores = jnp.where(seen[:, None, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1)
         if sinks is not None:
             lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
@@ -124,9 +155,6 @@ class GatherAttention:
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
         return jnp.int32(len(lengths) * self.table_blocks * block_tokens)
-
-    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
-        return layer[0].at[targets].set(layer[0][sources]), layer[1].at[targets].set(layer[1][sources])
 
 
 _SMALL_CHUNK, _LARGE_CHUNK = 4, 8
@@ -140,7 +168,7 @@ class _Group(NamedTuple):
     chunk: int
 
 
-class LoopAttention:
+class LoopAttention(BlocksFirst):
     """CacheAttention in plain XLA."""
 
     name = 'loops'
@@ -178,10 +206,6 @@ class LoopAttention:
             for group in _groups(len(lengths))
         ]
         return jnp.sum(jnp.concatenate(longest)) * block_tokens
-
-    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
-        keys, values = layer
-        return keys.at[targets].set(keys[sources]), values.at[targets].set(values[sources])
 
 
 def _groups(rows: int) -> tuple[_Group, ...]:
@@ -237,23 +261,21 @@ def _attend_chunk(
     starts = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
     longest = jnp.max(lengths)
 
-    def fold(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, out = sums  # largest score, sum of e^(score - top), weighted sum of values
+    def fold(index: jax.Array, sums: Sums) -> Sums:
+        top, total, out = sums
         at = lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
         places = index * block + jnp.arange(block)
         seen = (places < lengths[:, None]) & (places >= starts[:, None])  # [R, T]
-        scores = jnp.where(seen[:, None, None], product('rkgd,rkdt->rkgt', q, keys[at]), _MASKED)
+        scores = jnp.where(seen[:, None, None], product('rkgd,rkdt->rkgt', q, keys[at]), MASKED)
         held = jnp.where(seen[:, None, :, None], values[at], 0)  # 0 * NaN would be NaN
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
         shift = jnp.exp(top - new_top)
         out = out * shift[..., None] + product('rkgt,rktd->rkgd', weights.astype(held.dtype), held)
-        return new_top, total * shift + jnp.sum(weights, axis=-1), out
+        return Sums(new_top, total * shift + jnp.sum(weights, axis=-1), out)
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     first = jnp.min(jnp.where(lengths > 0, starts, longest)) // block
     end = -(-longest // block)
-    top, total, out = lax.fori_loop(first, end, fold, (zeros + _MASKED, zeros, jnp.zeros(q.shape, jnp.float32)))
-    if sinks is not None:  # infinite if the sink is far above all scores, and then the result is 0
-        total = total + jnp.exp(sinks - top)
-    return (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)  # 0: all rows are padding
+    start = Sums(zeros + MASKED, zeros, jnp.zeros(q.shape, jnp.float32))
+    return finish(lax.fori_loop(first, end, fold, start), sinks).astype(q.dtype)

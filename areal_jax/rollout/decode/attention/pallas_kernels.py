@@ -1,4 +1,6 @@
-"""The paged attention kernels of jax behind CacheAttention: Pallas for NVIDIA GPUs (Triton lowering) and for TPUs.
+"""Paged attention kernels behind CacheAttention: Pallas for NVIDIA GPUs (Triton lowering) and for TPUs.
+
+They are those of jax where these suffice, and else ours (paged_sums.py).
 
 Each runs only if the check of choose.py passes. The GPU's passes on an H200 with jax 0.11.2 (docs/gpu.md). Facts about
 the kernel of jax 0.10 to 0.12: it has no scale and no window; it takes sizes that are powers of two; and it multiplies
@@ -14,6 +16,7 @@ position.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from areal_jax.rollout.decode.attention.loops import LayerCache
+from areal_jax.rollout.decode.attention.loops import BlocksFirst, LayerCache, Sums, finish, join
 
 _TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much again
 _MOST_TILE_TOKENS = 64
@@ -94,11 +97,11 @@ class PallasGpuAttention:
         window: int | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends as CacheAttention.attend; raises ValueError for a window or sinks, which the kernel lacks."""
-        if sinks is not None:
-            raise ValueError("attention 'pallas_gpu' cannot express sinks; use 'gather'")
-        if window is not None:
-            raise ValueError(f"attention 'pallas_gpu' cannot express a sliding window ({window=}); use 'gather'")
+        run = self._attend if window is None and sinks is None else functools.partial(self._attend_sums, window, sinks)
+        return run(q, layer, tables, lengths)[..., : self.head_dim]
+
+    def _attend(self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Attends by the kernel of jax."""
         k, v = layer
         heads, blocks, block_tokens, dim = k.shape
         tile = tile_tokens(dim, k.dtype)
@@ -106,12 +109,34 @@ class PallasGpuAttention:
         k, v = (x.reshape(heads, blocks * (block_tokens // page), page, dim) for x in (k, v))
         part, warps, stages = self.tuning or default_tuning(tables.shape[1] * block_tokens, dim)
         pages = _pages_of(tables, block_tokens // page, part // page)
-        out = _paged_attention()(
-            _pad_dim((q * self.head_dim**-0.5).astype(k.dtype), dim), k, v, pages, lengths,
+        return _paged_attention()(
+            _scaled(q, self.head_dim, k), k, v, pages, lengths,
             block_h=_MIN_SIZE, pages_per_compute_block=tile // page, k_splits=pages.shape[1] * page // part,
             num_warps=warps, num_stages=stages, interpret=self.interpret,
         )  # fmt: skip
-        return out[..., : self.head_dim]
+
+    def _attend_sums(
+        self,
+        window: int | None,
+        sinks: jax.Array | None,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+    ) -> jax.Array:
+        """Attends by our kernel."""
+        from areal_jax.rollout.decode.attention import paged_sums  # its imports from jax take a tenth of a second
+
+        k, v = layer
+        heads, _, block_tokens, dim = k.shape
+        part, warps, stages = self.tuning or default_tuning(tables.shape[1] * block_tokens, dim)
+        tile = tile_tokens(dim, k.dtype)
+        q = _scaled(q, self.head_dim, k)
+        sums = paged_sums.gpu_sums(
+            _by_key_head(q, heads, padded_dim), k, v, tables, lengths, window,
+            tile=tile, part_tokens=part, warps=warps, stages=stages, interpret=self.interpret,
+        )  # fmt: skip
+        return _finish(join(sums, axis=2), sinks, q)
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
         """The positions of whole tiles of each row, with tiles for 16-bit keys."""
@@ -156,10 +181,11 @@ _MOST_QUERIES = 8  # rows in one step of the grid: the kernel computes the score
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasTpuAttention:
-    """loops.CacheAttention; a layer is one array [blocks, T, 2 K', D'] of key, value, key, value, ... by head.
+class PallasTpuAttention(BlocksFirst):
+    """loops.CacheAttention by the kernel of jax, without sinks.
 
-    K' and D' are padded to sizes that the kernel takes. Positions before a window are read too, and masked.
+    A layer is one array [blocks, T, 2 K', D'] of key, value, key, value, ... by head. K' and D' are padded to sizes
+    that the kernel takes. Positions before a window are read too, and masked.
 
     Args:
       kv_heads, head_dim: K and D of the model, on one device.
@@ -195,7 +221,7 @@ class PallasTpuAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         if sinks is not None:
-            raise ValueError("attention 'pallas_tpu' cannot express sinks; use 'gather'")
+            raise ValueError('the kernel of jax cannot express sinks; use HeadMajorTpuAttention')
         # imported here, so that the check of choose.py reports a version of jax that lacks the module
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -224,8 +250,82 @@ class PallasTpuAttention:
         tile = max(1, _TILE_TOKENS // block_tokens) * block_tokens
         return jnp.sum(-(-lengths // tile) * tile, dtype=jnp.int32)
 
-    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
-        return tuple(pages.at[targets].set(pages[sources]) for pages in layer)
+
+@dataclasses.dataclass(frozen=True)
+class HeadMajorTpuAttention(BlocksFirst):
+    """loops.CacheAttention with sinks by our kernel; keys and values of a layer are [blocks, K, T, D'].
+
+    D' is the size of a head padded to whole lanes. Only pages with a visible position are read.
+
+    Args:
+      head_dim: D of the model.
+      interpret: runs the kernel in Pallas's interpreter, for tests on a CPU.
+    """
+
+    head_dim: int
+    interpret: bool = False
+    name = 'pallas_tpu'
+
+    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
+        shape = (blocks, heads, block_tokens, padded_lanes(head_dim))
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
+        return tuple(
+            pages.at[blocks, :, offsets].set(_pad_dim(new, pages.shape[-1]))
+            for pages, new in zip(layer, (k, v), strict=True)
+        )
+
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = (
+            pages[blocks].swapaxes(1, 2).reshape(-1, pages.shape[1], pages.shape[3])[..., : self.head_dim]
+            for pages in layer
+        )
+        return k, v
+
+    def attend(
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        from areal_jax.rollout.decode.attention import paged_sums  # its imports from jax take a tenth of a second
+
+        k, v = layer
+        _, heads, block_tokens, _ = k.shape
+        q = _scaled(q, self.head_dim, k)
+        sums = paged_sums.tpu_sums(
+            _by_key_head(q, heads, lambda size: size + -size % _MIN_SIZE), k, v, tables, lengths, window,
+            pages=max(1, _TILE_TOKENS // block_tokens), interpret=self.interpret,
+        )  # fmt: skip
+        return _finish(sums, sinks, q)[..., : self.head_dim]
+
+    def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
+        """The positions of whole blocks of each row."""
+        return jnp.sum(-(-lengths // block_tokens) * block_tokens, dtype=jnp.int32)
+
+
+def _scaled(q: jax.Array, head_dim: int, keys: jax.Array) -> jax.Array:
+    """[B, H, D] in the dtype and with the padded D of the cache's keys."""
+    return _pad_dim((q * head_dim**-0.5).astype(keys.dtype), keys.shape[-1])
+
+
+def _by_key_head(q: jax.Array, heads: int, padded: Callable[[int], int]) -> jax.Array:
+    """[B, K, G', D] of q [B, H, D], the G queries of a key head padded to padded(G)."""
+    q = q.reshape(len(q), heads, -1, q.shape[-1])
+    return jnp.pad(q, ((0, 0), (0, 0), (0, padded(q.shape[2]) - q.shape[2]), (0, 0)))
+
+
+def _finish(sums: Sums, sinks: jax.Array | None, q: jax.Array) -> jax.Array:
+    """Attention [B, H, D] for the padded q [B, H, D] from the sums of `_by_key_head`."""
+    heads = sums.top.shape[1]
+    each = q.shape[1] // heads
+    sums = Sums(*(x[:, :, :each] for x in sums))
+    logits = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, each)
+    return finish(sums, logits).reshape(q.shape).astype(q.dtype)
 
 
 def padded_lanes(head_dim: int) -> int:

@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as rag
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention import choose as check
+from areal_jax.rollout.decode.attention import pallas_kernels
 from areal_jax.rollout.decode.attention.choose import (
     Demand,
     NativeAttention,
@@ -19,7 +20,12 @@ from areal_jax.rollout.decode.attention.choose import (
     self_check,
 )
 from areal_jax.rollout.decode.attention.loops import GatherAttention, LoopAttention
-from areal_jax.rollout.decode.attention.pallas_kernels import PallasGpuAttention, PallasTpuAttention
+from areal_jax.rollout.decode.attention.pallas_kernels import (
+    HeadMajorTpuAttention,
+    PallasGpuAttention,
+    PallasTpuAttention,
+    Tuning,
+)
 from tests.native import needs_kernels
 
 CPU = jax.devices('cpu')[0]
@@ -57,10 +63,29 @@ def test_native_agrees_with_float64(changes):
     assert self_check(NativeAttention(), dataclasses.replace(WINDOWED, **changes), CPU) < 1e-6
 
 
-@pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16], ids=['small', 'odd', 'bfloat16'])
+ODD_SINKS = dataclasses.replace(ODD, windows=True, sinks=True)
+BFLOAT16_SINKS = dataclasses.replace(ODD_SINKS, dtype='bfloat16')
+ONE_TOKEN = dataclasses.replace(SINKS, block_tokens=1)
+more_sinks = [pytest.param(BFLOAT16_SINKS, marks=pytest.mark.slow), pytest.param(ONE_TOKEN, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, ODD_SINKS, *more_sinks], ids=lambda d: f'{d.dtype} {d.sinks}')
 def test_pallas_gpu_agrees_with_float64_in_the_interpreter(demand):
     attention = PallasGpuAttention(demand.head_dim, interpret=True)
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 3e-2)
+
+
+@pytest.mark.parametrize('demand', [ODD_SINKS, *more_sinks], ids=lambda d: f'{d.dtype}')
+def test_pallas_tpu_with_sinks_agrees_with_float64_in_the_interpreter(demand):
+    attention = HeadMajorTpuAttention(demand.head_dim, interpret=True)
+    assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 3e-2)
+
+
+def test_parts_of_a_row_add_up(monkeypatch):
+    # parts of 16 positions: rows of up to 64 have several, and in a window of 24 the last parts may hold none
+    monkeypatch.setattr(pallas_kernels, 'tile_tokens', lambda dim, dtype: 16)
+    attention = PallasGpuAttention(WINDOWED.head_dim, interpret=True, tuning=Tuning(16, 4, 2))
+    assert self_check(attention, WINDOWED, CPU) < 1e-6
 
 
 @pytest.mark.slow
@@ -134,10 +159,10 @@ def test_the_check_finds(wrong, complaint):
         (SMALL, device('gpu', '9.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '8.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '7.5'), 'gather'),
-        (WINDOWED, device('gpu', '9.0'), 'gather'),
+        (WINDOWED, device('gpu', '9.0'), 'pallas_gpu'),
         (SINKS, CPU, 'native'),
-        (dataclasses.replace(SMALL, sinks=True), device('gpu', '9.0'), 'gather'),
-        (SINKS, device('tpu'), 'gather'),
+        (SINKS, device('gpu', '9.0'), 'pallas_gpu'),
+        (SINKS, device('tpu'), 'pallas_tpu'),
         (dataclasses.replace(SMALL, head_dim=512), device('gpu', '9.0'), 'gather'),
         (WINDOWED, device('tpu'), 'pallas_tpu'),
         (dataclasses.replace(SMALL, dtype='float16'), device('tpu'), 'gather'),
@@ -159,8 +184,6 @@ def test_auto_takes_the_best_that_can(demand, where, chosen):
         ),
         ('pallas_tpu', SMALL, device('gpu', '9.0'), "'pallas_tpu' does not run on 'gpu' .only tpu.; use 'gather' or"),
         ('pallas_gpu', SMALL, device('gpu', '7.5'), 'needs CUDA compute capability .8, 0.'),
-        ('pallas_gpu', WINDOWED, device('gpu', '9.0'), 'cannot express a sliding window'),
-        ('pallas_tpu', SINKS, device('tpu'), 'cannot express attention sinks, which this model has'),
         ('pallas_tpu', dataclasses.replace(SMALL, dtype='float16'), device('tpu'), 'cannot compute in float16'),
         ('pallas_gpu', dataclasses.replace(SMALL, head_dim=512), device('gpu', '9.0'), 'cannot take head size 512'),
     ],

@@ -9,57 +9,62 @@ from jax.sharding import AbstractMesh
 
 from areal_jax.rollout.decode.attention import pallas_kernels
 from areal_jax.rollout.decode.attention.pallas_kernels import (
+    HeadMajorTpuAttention,
     PallasGpuAttention,
     PallasTpuAttention,
     Tuning,
     default_tuning,
 )
 
-# query heads, key heads, head size of SmolLM2-135M and Qwen2.5-7B
-SHAPES = {'smollm2': (9, 3, 64), 'qwen2.5-7b': (28, 4, 128)}
+# query heads, key heads, head size of SmolLM2-135M, Qwen2.5-7B and gpt-oss-20b
+SHAPES = {'smollm2': (9, 3, 64), 'qwen2.5-7b': (28, 4, 128), 'gpt-oss-20b': (64, 8, 64)}
 ROWS, BLOCK_TOKENS, TABLE_BLOCKS = 32, 64, 32
 # both kernels ask for the device that they are compiled for
 DEVICES = {'cuda': AbstractDevice('NVIDIA H100', None, 'gpu'), 'tpu': AbstractDevice('TPU v5 lite', 1, 'tpu')}
 
 
-def lower(attention, shape, dtype, platform, window=None):
+def lower(attention, shape, dtype, platform, window=None, sinks=False):
     """Text of a write and an `attend`."""
     heads, kv_heads, dim = shape
     blocks = ROWS * TABLE_BLOCKS + 1
 
-    def step(q, k, v, layer, tables, lengths):
+    def step(q, k, v, layer, tables, lengths, *logits):
         layer = attention.write(layer, k, v, tables[:, 0], lengths % BLOCK_TOKENS)
-        return attention.attend(q, layer, tables, lengths, window), layer
+        return attention.attend(q, layer, tables, lengths, window, *logits), layer
 
     q, kv = (jax.ShapeDtypeStruct((ROWS, n, dim), dtype) for n in (heads, kv_heads))
     layer = jax.eval_shape(lambda: attention.empty(blocks, kv_heads, BLOCK_TOKENS, dim, jnp.dtype(dtype)))
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((ROWS, TABLE_BLOCKS), (ROWS,)))
     with use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=DEVICES[platform])):
-        traced = jax.jit(step, donate_argnums=3).trace(q, kv, kv, layer, *integers)
+        logits = [jax.ShapeDtypeStruct((heads,), dtype)] * sinks
+        traced = jax.jit(step, donate_argnums=3).trace(q, kv, kv, layer, *integers, *logits)
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.parametrize(('window', 'sinks'), [(None, False), (512, False), (None, True), (128, True)])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 @pytest.mark.parametrize('name', SHAPES)
-def test_pallas_gpu_lowers_for_cuda(name, dtype):
-    text = lower(PallasGpuAttention(SHAPES[name][2]), SHAPES[name], dtype, 'cuda')
+def test_pallas_gpu_lowers_for_cuda(name, dtype, window, sinks):
+    text = lower(PallasGpuAttention(SHAPES[name][2]), SHAPES[name], dtype, 'cuda', window, sinks)
     assert text.count('@__gpu$xla.gpu.triton') == 1
 
 
 @pytest.mark.parametrize('window', [None, 512])
+@pytest.mark.parametrize('sinks', [False, True])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 @pytest.mark.parametrize('name', SHAPES)
-def test_pallas_tpu_lowers_for_tpu(name, dtype, window):
-    attention = PallasTpuAttention(*SHAPES[name][1:])
-    assert lower(attention, SHAPES[name], dtype, 'tpu', window).count('@tpu_custom_call') == 1
+def test_pallas_tpu_lowers_for_tpu(name, dtype, window, sinks):
+    heads, dim = SHAPES[name][1:]
+    attention = HeadMajorTpuAttention(dim) if sinks else PallasTpuAttention(heads, dim)
+    assert lower(attention, SHAPES[name], dtype, 'tpu', window, sinks).count('@tpu_custom_call') == 1
 
 
-def test_pallas_gpu_refuses_a_window():
-    attention = PallasGpuAttention(16)
+def test_the_kernel_of_jax_has_no_sinks():
+    attention = PallasTpuAttention(2, 16)
     layer = attention.empty(2, 2, 16, 16, jnp.dtype('float32'))
     arrays = jnp.zeros((1, 4, 16)), layer, jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
-    with pytest.raises(ValueError, match=r"cannot express a sliding window \(window=8\); use 'gather'"):
-        attention.attend(*arrays, window=8)
+    with pytest.raises(ValueError, match='cannot express sinks; use HeadMajorTpuAttention'):
+        attention.attend(*arrays, window=8, sinks=jnp.zeros(4))
 
 
 def test_pallas_gpu_gives_nan_to_those_alone_who_see_it():
@@ -86,6 +91,8 @@ def test_pallas_gpu_gives_nan_to_those_alone_who_see_it():
         (PallasTpuAttention(2, 64), 64, 384),
         # one block is more than a tile: 200 each
         (PallasTpuAttention(2, 64), 200, 600),
+        # whole blocks: 65 -> 128, 64, 1 -> 64, 0
+        (HeadMajorTpuAttention(64), 64, 256),
     ],
 )
 def test_positions_read_are_whole_tiles(attention, block_tokens, read):
