@@ -14,7 +14,7 @@ from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.window_blocks import size_windows
 from tests.models import family_examples
 from tests.models.family_examples import FULL, NEAR, WINDOW, tiny
-from tests.rollout.decode.test_random_schedules import CONTEXT, STEPS, Schedule, checked_run
+from tests.rollout.decode.test_random_schedules import CONTEXT, FLOAT32_ERROR, STEPS, Schedule, checked_run
 
 SIZES = {'block_tokens': 2, 'cache_tokens': 112}
 NEEDED = size_windows(WINDOW, slots=4, cache_blocks=10**6, block_tokens=2, steps=STEPS, piece_tokens=16).blocks - 2 * 4
@@ -43,7 +43,7 @@ def test_random_schedules_give_what_the_model_gives_token_by_token(name, attenti
         reference = family_examples.TokenByToken(config, CONTEXT)
         schedule, flips, checked = checked_run(
             seed, SIZES['block_tokens'], SIZES['cache_tokens'], kv_policy,
-            decoder=Decoder(config), pool=pool, next_logits=reference.next_logits,
+            decoder=Decoder(config), pool=pool, next_logits=reference.next_logits, error=FLOAT32_ERROR,
         )  # fmt: skip
         assert flips == 0
         assert checked > 100
