@@ -87,7 +87,7 @@ class ToyBackend:
     """Weights are (w, version); the state is a ToyCache, in which each row must find exactly its own tokens."""
 
     devices = ('toy',)
-    state_bytes, records_context = 0, False
+    state_bytes, records_context, windows = 0, False, None
     sampling = SamplingSupport(vocab_size=64, cuts=True, adjusts=True, stop_tokens=4, biased_tokens=4)
 
     def __init__(
@@ -127,7 +127,10 @@ class ToyBackend:
         self.prefills.append([piece.tokens.tolist() for piece in pieces])
         return new
 
-    def copy(self, state: ToyCache, sources: Sequence[int], targets: Sequence[int]) -> ToyCache:
+    def copy(
+        self, state: ToyCache, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
+    ) -> ToyCache:
+        assert not parts
         assert len(sources) == len(targets) == len(set(targets))
         new = _donate(state)
         for array in (new.versions, new.tokens):

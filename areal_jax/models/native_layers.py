@@ -32,7 +32,10 @@ _Attributes = dict[str, np.generic | np.ndarray]
 
 
 class Read(NamedTuple):
-    """The places of the cache that a step reads, and where it writes; M blocks of a table row."""
+    """The places of the cache that a step reads, and where it writes; M blocks of a table row.
+
+    If the layers with a window have a pool of their own, `tables` are [B, 2 M] and `blocks` [B, 2], theirs last.
+    """
 
     tables: jax.Array  # int32 [B, M], the blocks of each row
     lengths: jax.Array  # int32 [B], positions that a row sees, its own included; 0 = none

@@ -125,6 +125,7 @@ inline ffi::Future ByteStep(ffi::ThreadPool pool, Floats x, Floats cosine, Float
   const ByteMatrix head = weights.TakeMatrix<ByteMatrix>();
 
   const int64_t rows = lengths.element_count(), table = tables.dimensions()[1];
+  const int64_t pools = blocks.element_count() / rows;  // 2: layers with a window have their own
   const int64_t width_q = layers[0].query.out, width_k = layers[0].key.out;
   const int64_t size = ByteScratch::Size(layers[0], rows);
   float* memory = phases.Reserve(size + 2 * rows * width_q);
@@ -143,14 +144,15 @@ inline ffi::Future ByteStep(ffi::ThreadPool pool, Floats x, Floats cosine, Float
     }
     const auto cache = keys.dimensions();
     const Sizes sizes{width_q / layer.head_dim, width_k / layer.head_dim, layer.head_dim, cache[1]};
+    const int64_t window = windows[i], pool = pools > 1 && window > 0;
     const auto places = [=](float* side) {
-      return [=, at = blocks.typed_data(), offset = offsets.typed_data()](int64_t row) {
-        return side + (at[row] * sizes.block_tokens + offset[row]) * width_k;
+      return [=, at = blocks.typed_data() + pool, offset = offsets.typed_data()](int64_t row) {
+        return side + (at[row * pools] * sizes.block_tokens + offset[row]) * width_k;
       };
     };
     AddByteProjections(phases, layer, s, {cosine.typed_data(), sine.typed_data()},
                        [=](int64_t row) { return queries + row * width_q; }, places(k), places(v));
-    phases.Add(rows, [=, window = windows[i], groups = layer.output.groups, read = tables.typed_data(),
+    phases.Add(rows, [=, groups = layer.output.groups, read = tables.typed_data() + pool * (table / pools),
                       seen = lengths.typed_data()](int64_t row) {
       float* out = attended + row * width_q;
       Attend({queries + row * width_q, read + row * table, seen + row, 1, window, out}, k, v, sizes);

@@ -188,7 +188,8 @@ ffi::Future Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats atten
 }
 
 // One step: x [d, B], cosine and sine [B, D / 2], temperatures [B], the blocks of each row [B, M], positions that it sees
-// [B], block and offset where its token is written [B]; then the weights of all layers, final norm, head, and keys and
+// [B], block and offset where its token is written [B]. If layers with a window have a pool of their own, the blocks are
+// [B, 2 M] and [B, 2], those of the other layers first. Then the weights of all layers, final norm, head, and keys and
 // values of each layer [blocks, T, K, D] -> logits [V, B]; the largest and the log-sum-exp of each block of the vocabulary
 // of logits over temperatures [blocks of it, B]; of L layers with experts what their routers chose [L, B, k]; the keys and
 // values, which are the arguments. Windows: one a layer, 0 = none. A row that sees no position reaches no expert.
@@ -211,6 +212,7 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
   const Matrix head = weights.TakeMatrix<Matrix>();
 
   const int64_t rows = lengths.element_count(), table = tables.dimensions()[1];
+  const int64_t pools = blocks.element_count() / rows;  // 2: layers with a window have their own
   const int64_t width_q = layers[0].query.out, width_k = layers[0].key.out;
   const Tokens& tokens = phases.Keep(Tokens(rows));
   const int64_t width = TotalWidth(tokens.blocks);
@@ -236,15 +238,15 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
     }
     const auto cache = keys.dimensions();
     const Sizes sizes{width_q / layer.head_dim, width_k / layer.head_dim, layer.head_dim, cache[1]};
+    const int64_t window = windows[i], pool = pools > 1 && window > 0;
     const auto places = [=](float* side) {
-      return [=, at = blocks.typed_data(), offset = offsets.typed_data()](int64_t row) {
-        return side + (at[row] * sizes.block_tokens + offset[row]) * width_k;
+      return [=, at = blocks.typed_data() + pool, offset = offsets.typed_data()](int64_t row) {
+        return side + (at[row * pools] * sizes.block_tokens + offset[row]) * width_k;
       };
     };
     AddProjections(phases, tokens, layer, s, {cosine.typed_data(), sine.typed_data()},
                    [=](int64_t row) { return queries + row * width_q; }, places(k), places(v));
-    const int64_t window = windows[i];
-    phases.Add(rows, [=, read = tables.typed_data(), seen = lengths.typed_data()](int64_t row) {
+    phases.Add(rows, [=, read = tables.typed_data() + pool * (table / pools), seen = lengths.typed_data()](int64_t row) {
       Attend({queries + row * width_q, read + row * table, seen + row, 1, window, attended + row * width_q},
              k, v, sizes);
     });

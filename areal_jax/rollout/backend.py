@@ -15,6 +15,7 @@ import numpy as np
 
 from areal_jax.columns import ColumnArrays, check, find
 from areal_jax.errors import UserError
+from areal_jax.rollout.window_blocks import WindowSizes
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, SamplingParams, Weights
 
 # The least and most of a parameter. In between float32 logits stay finite.
@@ -136,6 +137,7 @@ class PrefillPiece:
     tokens: np.ndarray  # int32 [n], n >= 1
     start: int  # position of the first; the cache holds the earlier ones
     blocks: Sequence[int]  # position p is in blocks[p // block_tokens]; they hold start + n positions or more
+    parts: Sequence[int] | np.ndarray = ()  # where each block is in the pool of `windows`, if there is one
 
     @property
     def span(self) -> Span:
@@ -151,6 +153,7 @@ class DecodeRow(NamedTuple):
     limit: int  # the sequence ends (reason 'length') when it has this many tokens
     blocks: Sequence[int]  # as in PrefillPiece; they hold min(position + steps, limit - 1) positions or more
     tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read if the request has penalties
+    parts: Sequence[int] | np.ndarray = ()  # as in PrefillPiece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +203,7 @@ class DecodeBackend(Protocol):
     context_tokens: int  # most tokens of a sequence
     block_tokens: int
     cache_blocks: int  # blocks 0 to cache_blocks - 1
+    windows: WindowSizes | None  # the pool of the layers with a window; None = all layers are in the same blocks
     devices: tuple[str, ...]  # names of those that hold the KV cache
     sampling: SamplingSupport
 
@@ -247,6 +251,11 @@ class DecodeBackend(Protocol):
         """
         ...
 
-    def copy(self, state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
-        """Returns the state with the content of sources[i] copied to targets[i], for every i."""
+    def copy(
+        self, state: State, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
+    ) -> State:
+        """Returns the state with the content of sources[i] copied to targets[i], for every i in this order.
+
+        `parts` are (source, target) in the pool of the layers with a window; the other layers copy the blocks.
+        """
         ...

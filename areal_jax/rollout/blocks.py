@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from areal_jax.rollout.window_blocks import Need, OnePool, Windows
+
 _DIGEST_BYTES = 16  # two different sequences share a digest with a chance of 2^-128
 
 # Policy version and digest of the tokens before a block: KV of other weights is never found.
@@ -51,10 +53,14 @@ class Match:
 
 
 class BlockIndex:
-    """Names of blocks. A block has a name for its content, and another one if a prompt ends inside it."""
+    """Names of blocks. A block has a name for its content, and another one if a prompt ends inside it.
 
-    def __init__(self, block_tokens: int):
-        self.block_tokens = block_tokens
+    Of two blocks with the same content the first has the name, unless `windows` prefers the second.
+    """
+
+    def __init__(self, block_tokens: int, windows: Windows | None = None):
+        self.block_tokens, self.windows = block_tokens, windows or OnePool()
+        self.replaced: list[int] = []  # blocks that another one has taken a name from; the pool empties the list
         self._whole: dict[_Place, int] = {}  # by the digest that includes the block
         self._ends: dict[_Place, dict[bytes, int]] = collections.defaultdict(dict)  # by the tokens of the sequence
         self._prompts: dict[_Place, dict[bytes, int]] = collections.defaultdict(dict)  # by the tokens of the prompt
@@ -98,7 +104,12 @@ class BlockIndex:
             yield self._name_end(self._ends, (version, digests[whole]), rest, blocks[whole])
         for index in range(whole - 1, -1, -1):
             name, block = (version, digests[index + 1]), blocks[index]
-            if name not in self._whole:
+            named = self._whole.get(name)
+            if named is not None and self.windows.prefers(block, named):
+                del self._names_of_whole[named]
+                self.replaced.append(named)
+                named = None
+            if named is None:
                 self._whole[name], self._names_of_whole[block] = block, name
             yield self._whole[name]
 
@@ -135,7 +146,12 @@ class BlockIndex:
 
     def _name_end(self, table: dict[_Place, dict[bytes, int]], place: _Place, tokens: bytes, block: int) -> int:
         if (found := table.get(place, {}).get(tokens)) is not None:
-            return found
+            if not self.windows.prefers(block, found):
+                return found
+            self._names[found].remove((table, place, tokens))
+            if not self._names[found]:
+                del self._names[found]
+            self.replaced.append(found)
         table[place][tokens] = block
         self._names.setdefault(block, []).append((table, place, tokens))
         return block
@@ -148,11 +164,12 @@ class BlockPool:
     """Blocks 0 to `blocks` - 1 with the number of references to each.
 
     A free block keeps its content for a later sequence that begins with it, until the block is allocated again. Empty
-    blocks are allocated first, then the blocks that have been free for longest.
+    blocks are allocated first, then the blocks that have been free for longest. An empty block has no part in the pool
+    of window layers (window_blocks.py).
     """
 
     def __init__(self, blocks: int, index: BlockIndex):
-        self.index = index
+        self.index, self.windows = index, index.windows
         self._counts = [0] * blocks
         self._empty = list(range(blocks))  # a heap: the lowest is taken first, whatever the order of releases
         self._kept: collections.OrderedDict[int, None] = (
@@ -190,16 +207,18 @@ class BlockPool:
             if not self._counts[block] and block in self.index:
                 self._kept[block] = None
             elif not self._counts[block]:
-                heapq.heappush(self._empty, block)
+                self._empty_block(block)
 
     def keep(self, version: int, digests: Sequence[bytes], tokens: np.ndarray, blocks: Sequence[int]) -> None:
         """Marks blocks of a sequence, which have references, to be kept once they are free; see BlockIndex.name."""
         for block in self.index.name(version, digests, tokens, blocks):
             self._note_used(block)
+        self._empty_replaced()
 
     def keep_prompt(self, version: int, before: bytes, tokens: np.ndarray, block: int) -> None:
         """Marks the block in which a prompt ends to be kept once it is free; see BlockIndex.name_prompt."""
         self._note_used(self.index.name_prompt(version, before, tokens, block))
+        self._empty_replaced()
 
     def give_first(self, block: int) -> None:
         """Makes the block, if it is free, the first to be reallocated of the blocks that keep something."""
@@ -210,7 +229,7 @@ class BlockPool:
         """Forgets what free blocks keep."""
         self.index.clear()
         for block in self._kept:
-            heapq.heappush(self._empty, block)
+            self._empty_block(block)
         self._kept.clear()
 
     def check(self, held: Iterable[int]) -> None:
@@ -228,8 +247,20 @@ class BlockPool:
         else:
             block, _ = self._kept.popitem(last=False)
             self.index.forget(block)
+            self.windows.discard(block)
         self._counts[block] = 1
         return block
+
+    def _empty_block(self, block: int) -> None:
+        self.windows.discard(block)
+        heapq.heappush(self._empty, block)
+
+    def _empty_replaced(self) -> None:
+        for block in self.index.replaced:
+            if block in self._kept and block not in self.index:
+                del self._kept[block]
+                self._empty_block(block)
+        self.index.replaced = []
 
     def _note_used(self, block: int) -> None:
         if block in self._kept:
@@ -257,6 +288,11 @@ class Prefix:
     lent: bool = False  # a sequence owns the tail and gives it back at its end
     found: int = 0  # positions that an earlier sequence left in the cache; reset once a prefill event has reported them
     expected: int = 0  # sequences in slots that will read it and have not yet
+    need: Need = dataclasses.field(default_factory=Need)  # while it is expected
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.whole if self.tail is None else [*self.whole, self.tail]
 
     @property
     def is_complete(self) -> bool:
@@ -280,6 +316,7 @@ class CachedSequence:
     is_attached: bool = False  # it reads the prefix: whole blocks are shared, and the tail is its own or copied
     is_logged: bool = False  # a prefill event has named the request
     filled: int = 0  # positions that are in the cache
+    need: Need = dataclasses.field(default_factory=Need)
 
     @property
     def tail_copy(self) -> tuple[int, int] | None:
@@ -297,7 +334,7 @@ class PrefixIndex:
     """
 
     def __init__(self, pool: BlockPool):
-        self._pool = pool
+        self._pool, self._windows = pool, pool.windows
         self._open: collections.Counter[PrefixKey] = collections.Counter()  # requests in slots or waiting
         self._prefixes: collections.OrderedDict[PrefixKey, Prefix] = collections.OrderedDict()  # last used last
         self._copied: list[Prefix] = []  # since the last dispatch
@@ -312,7 +349,7 @@ class PrefixIndex:
         if not self._open[key]:
             del self._open[key]
             if key in self._prefixes:
-                self._drop(self._prefixes[key])
+                self.drop(self._prefixes[key])
 
     def find(self, key: PrefixKey) -> Prefix | None:
         return self._prefixes.get(key)
@@ -322,11 +359,23 @@ class PrefixIndex:
         self._prefixes[prefix.key] = prefix
         self._prefixes.move_to_end(prefix.key)
 
-    def copy(self, prefix: Prefix, source: int, target: int) -> None:
-        """Requests that `target`, a block of the prefix, begins as a copy of `source`.
+    def expect(self, prefix: Prefix) -> None:
+        """Notes that one more sequence in a slot will read the prefix, or compute the rest of it."""
+        prefix.expected += 1
+        self._windows.hold(prefix.need, prefix.blocks, prefix.filled, prefix.filled)
+
+    def let_go(self, prefix: Prefix) -> None:
+        """Notes that a sequence has read the prefix, or will not."""
+        prefix.expected -= 1
+        if not prefix.expected:
+            self._windows.release(prefix.need)
+
+    def copy(self, prefix: Prefix, source: int, target: int, place: int) -> None:
+        """Requests that `target`, a block of the prefix, begins as a copy of `source`, whose part is at `place`.
 
         Nothing is written before the copy, so `source` may be free.
         """
+        self._windows.copy(place, target)
         if source != target:
             prefix.copy = source, target
             self._copied.append(prefix)
@@ -345,10 +394,14 @@ class PrefixIndex:
         if prefix.is_complete and self._has(prefix):
             self._pool.keep(prefix.key[0], prefix.digests, self._whole_tokens(prefix), prefix.whole)
 
-    def lend_tail(self, prefix: Prefix, block: int) -> None:
-        """Gives a sequence this block as its tail: the tail of the prefix itself, or a copy that replaces it."""
+    def lend_tail(self, prefix: Prefix, block: int, place: int | None) -> None:
+        """Gives a sequence this block as its tail: a copy that replaces the prefix's, whose part was at `place`.
+
+        `place` None: the tail of the prefix itself.
+        """
         assert prefix.tail is not None
-        self.copy(prefix, prefix.tail, block)
+        if place is not None:
+            self.copy(prefix, prefix.tail, block, place)
         prefix.tail, prefix.lent = block, True
 
     def give_back_tail(self, prefix: Prefix) -> bool:
@@ -367,8 +420,18 @@ class PrefixIndex:
             prefix = next((one for one in self._prefixes.values() if one is not keep and self._frees_blocks(one)), None)
             if prefix is None:
                 return False
-            self._drop(prefix)
+            self.drop(prefix)
         return True
+
+    def drop(self, prefix: Prefix) -> None:
+        """Removes a prefix that no request in a slot will read; what it holds is kept."""
+        del self._prefixes[prefix.key]
+        version, whole = prefix.key[0], self._whole_tokens(prefix)
+        if prefix.is_complete and prefix.tail is not None and not prefix.lent and prefix.copy is None:
+            rest = prefix.tokens[len(whole) :]
+            self._pool.keep_prompt(version, prefix.digests[len(prefix.whole)], rest, prefix.tail)
+        self._pool.keep(version, prefix.digests, whole, prefix.whole)
+        self._pool.release(reversed(prefix.held))
 
     def clear(self, open_keys: Iterable[PrefixKey]) -> None:
         """Forgets every prefix and what blocks keep; `open_keys` replace the keys of the open requests."""
@@ -382,10 +445,14 @@ class PrefixIndex:
         """The blocks to which prefixes refer."""
         return [block for prefix in self._prefixes.values() for block in prefix.held]
 
+    def needs(self) -> list[Need]:
+        return [prefix.need for prefix in self._prefixes.values()]
+
     def check(self) -> None:
         """Asserts the invariants that hold between two calls."""
         for key, prefix in self._prefixes.items():
             assert self._open[key]
+            assert prefix.expected or not prefix.need.blocks
             written = prefix.held[prefix.filled // self._pool.index.block_tokens :]
             assert prefix.is_complete or all(self._pool.count(block) == 1 for block in written)
             assert prefix.is_complete or not any(block in self._pool.index for block in written)
@@ -395,15 +462,6 @@ class PrefixIndex:
 
     def _frees_blocks(self, prefix: Prefix) -> bool:
         return not prefix.expected and any(self._pool.count(block) == 1 for block in prefix.held[-1:])
-
-    def _drop(self, prefix: Prefix) -> None:
-        del self._prefixes[prefix.key]
-        version, whole = prefix.key[0], self._whole_tokens(prefix)
-        if prefix.is_complete and prefix.tail is not None and not prefix.lent and prefix.copy is None:
-            rest = prefix.tokens[len(whole) :]
-            self._pool.keep_prompt(version, prefix.digests[len(prefix.whole)], rest, prefix.tail)
-        self._pool.keep(version, prefix.digests, whole, prefix.whole)
-        self._pool.release(reversed(prefix.held))
 
     def _whole_tokens(self, prefix: Prefix) -> np.ndarray:
         size = self._pool.index.block_tokens

@@ -7,6 +7,9 @@ each further request, and later blocks belong to the request alone.
 The blocks of an answer that has ended are free, and keep their content until they are reallocated. A new prefix begins
 with the longest kept sequence that the prompt continues: so the next turn of a conversation computes only its new
 tokens. Whole blocks are shared with the kept sequence, the block in which it ends is copied.
+
+Layers with a window may have a pool of their own (window_blocks.py). A prompt can then begin with a kept sequence where
+the parts of the last window are left: else with a shorter beginning of it, or with none.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from areal_jax.rollout.blocks import (
     BlockIndex,
     BlockPool,
     CachedSequence,
+    Match,
     Prefix,
     PrefixIndex,
     PrefixKey,
     extend_digests,
 )
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.window_blocks import WindowSizes, build_windows
 from areal_jax.types import is_repeated
 
 
@@ -39,9 +44,19 @@ class CacheTable:
     Args:
       version: policy version of the requests that are not pinned to one.
       steps: tokens per sequence in one decode dispatch.
+      windows: the pool of the layers with a window; None = all layers share the blocks.
     """
 
-    def __init__(self, cache_blocks: int, block_tokens: int, *, context_tokens: int, steps: int, version: int):
+    def __init__(
+        self,
+        cache_blocks: int,
+        block_tokens: int,
+        *,
+        context_tokens: int,
+        steps: int,
+        version: int,
+        windows: WindowSizes | None = None,
+    ):
         if cache_blocks * block_tokens < context_tokens:
             raise CacheBudgetError(
                 f'rollout.cache_tokens={cache_blocks * block_tokens} can not hold one sequence of '
@@ -49,7 +64,8 @@ class CacheTable:
                 'latter'
             )
         self._block_tokens, self._steps, self.version = block_tokens, steps, version
-        self.pool = BlockPool(cache_blocks, BlockIndex(block_tokens))
+        self.windows = build_windows(windows, cache_blocks, block_tokens)
+        self.pool = BlockPool(cache_blocks, BlockIndex(block_tokens, self.windows))
         self.prefixes = PrefixIndex(self.pool)
 
     # Requests come and go.
@@ -86,6 +102,9 @@ class CacheTable:
             self._enter(running, None, self.pool.allocate(missing), found=0, has_tail=False)
             return True
         prefix = self.prefixes.find(self._key(running))
+        if prefix is not None and not self.windows.covers(prefix.blocks, prefix.filled):
+            self.prefixes.drop(prefix)  # no request in a slot expects it, or its parts would be there
+            prefix = None
         if prefix is None:
             return self._place_first(running, at_any_cost)
         return self._place_further(running, prefix, at_any_cost)
@@ -94,6 +113,24 @@ class CacheTable:
         """Returns (source, target) blocks to be copied before the next dispatch writes anything, in this order."""
         return self.prefixes.take_copies()
 
+    def hold(self, target: Prefix | CachedSequence, start: int, stop: int) -> None:
+        """Prepares a dispatch that writes positions [start, stop) of a prefix or sequence in the layers with a window.
+
+        What it does not see any more is given to others. `stop` may be `start`: then only what it sees is held.
+        """
+        self.windows.hold(target.need, target.blocks, start, stop)
+
+    def settle(self, target: Prefix | CachedSequence) -> None:
+        """Gives away what the next token does not see, after a dispatch; does nothing for what was released."""
+        if target.need.blocks:
+            self.hold(target, target.filled, target.filled)
+
+    def hold_steps(self, running: RunningRequest) -> None:
+        """Prepares a dispatch of decoding of this request, see `hold`."""
+        cached = running.cached
+        assert cached is not None
+        self.hold(cached, cached.filled, self._positions_for(running))
+
     def attach(self, running: RunningRequest) -> None:
         """Lets the request read its prefix, which is complete, and continue after it."""
         cached = running.cached
@@ -101,7 +138,7 @@ class CacheTable:
         cached.is_attached = True
         if cached.prefix is not None:
             self.pool.share(cached.prefix.whole)
-            cached.prefix.expected -= 1
+            self.prefixes.let_go(cached.prefix)
             cached.filled = len(cached.prefix.tokens)
 
     def grow(self, running: RunningRequest) -> bool:
@@ -146,24 +183,27 @@ class CacheTable:
         if cached is None:
             return
         own, prefix = cached.own, cached.prefix
+        self.windows.release(cached.need)
         has_given = prefix is not None and cached.has_tail and self.prefixes.give_back_tail(prefix)
         self.pool.release(reversed(own[has_given:]))  # the end is reallocated first
         if prefix is not None and cached.is_attached:
             self.pool.release(reversed(prefix.whole))
         elif prefix is not None:
-            prefix.expected -= 1
+            self.prefixes.let_go(prefix)
 
     def check(self, requests: Iterable[RunningRequest]) -> None:
         """Asserts that only prefixes and these requests hold blocks, and that a block being written has one holder."""
-        held = list(self.prefixes.held())
+        held, needs = list(self.prefixes.held()), self.prefixes.needs()
         for running in requests:
             if (cached := running.cached) is not None:
+                needs.append(cached.need)
                 held += cached.blocks if cached.is_attached else cached.own
                 assert all(self.pool.count(block) == 1 for block in cached.own)
                 assert not any(block in self.pool.index for block in cached.own)
                 assert len(cached.blocks) * self._block_tokens >= cached.filled
         self.pool.check(held)
         self.prefixes.check()
+        self.windows.check(needs)
 
     def _place_first(self, running: RunningRequest, at_any_cost: bool) -> bool:
         """Places a request with a new prefix, which begins with the longest kept match."""
@@ -171,7 +211,9 @@ class CacheTable:
         tokens = np.ascontiguousarray(running.request.prompt_tokens[:-1], np.int32)
         if running.prompt_digests is None:
             running.prompt_digests = extend_digests([running.root_digest], tokens, self._block_tokens)
-        match = self.pool.index.find(version, running.prompt_digests, tokens)
+        found = self.pool.index.find(version, running.prompt_digests, tokens)
+        match = self._shorten(found)
+        place = 0 if match.tail is None else self.windows.place(match.tail)
         self.pool.share(match.blocks)
         missing = self._blocks_for(running) - len(match.blocks)
         if not self._make_free(missing, None, at_any_cost):
@@ -187,23 +229,33 @@ class CacheTable:
             lent=tail is not None, found=match.length,
         )  # fmt: skip
         if match.tail is not None:
-            self.prefixes.copy(prefix, match.tail, blocks[len(match.blocks)])
+            self.prefixes.copy(prefix, match.tail, blocks[len(match.blocks)], place)
+        self.windows.mark_end(blocks, found.length)
         self._enter(running, prefix, blocks[whole:], found=match.length, has_tail=tail is not None)
         return True
+
+    def _shorten(self, match: Match) -> Match:
+        """Returns the longest part of a match behind which the layers with a window find what they see."""
+        if match.tail is not None and self.windows.covers([*match.blocks, match.tail], match.length):
+            return match
+        if (count := self.windows.longest(match.blocks)) == len(match.blocks) and match.tail is None:
+            return match
+        return Match(match.blocks[:count], None, count * self._block_tokens, goes_on=False)
 
     def _place_further(self, running: RunningRequest, prefix: Prefix, at_any_cost: bool) -> bool:
         tail = None if prefix.lent else prefix.tail
         missing = self._blocks_for(running) - len(prefix.whole) - (tail is not None)
         if not self._make_free(missing, prefix, at_any_cost):
             return False
-        own = [] if tail is None else [tail]
+        own, place = [] if tail is None else [tail], None
         if tail is not None and tail in self.pool.index:
             # the block keeps an ended answer: the prefix continues in a copy, and holds no additional block
+            place = self.windows.place(tail)
             self.pool.release(own)
             own, missing = [], missing + 1
         own += self.pool.allocate(missing)
         if tail is not None:
-            self.prefixes.lend_tail(prefix, own[0])
+            self.prefixes.lend_tail(prefix, own[0], place)
         found = len(prefix.tokens) if prefix.expected else prefix.filled
         self._enter(running, prefix, own, found=found, has_tail=tail is not None)
         return True
@@ -216,7 +268,7 @@ class CacheTable:
     ) -> None:
         if prefix is not None:
             self.prefixes.use(prefix)
-            prefix.expected += 1
+            self.prefixes.expect(prefix)
         blocks = [*(prefix.whole if prefix is not None else ()), *own]
         running.cached = CachedSequence(self._key(running)[0], prefix, own, blocks, has_tail)
         if running.cached_tokens is None:
@@ -238,5 +290,8 @@ class CacheTable:
         return self.version if version is None else version, running.prompt_key
 
     def _blocks_for(self, running: RunningRequest) -> int:
-        positions = min(len(running) - 1 + self._steps, running.limit - 1)
-        return -(-positions // self._block_tokens)
+        return -(-self._positions_for(running) // self._block_tokens)
+
+    def _positions_for(self, running: RunningRequest) -> int:
+        """The positions that are in the cache after one more dispatch of decoding."""
+        return min(len(running) - 1 + self._steps, running.limit - 1)

@@ -148,6 +148,7 @@ class PrefillStep:
     """One dispatch of prefill: copies, pieces, copies."""
 
     copies: tuple[tuple[int, int], ...]  # (source, target) blocks, before all else
+    part_copies: tuple[tuple[int, int], ...]  # the same of places in the pool of layers with a window
     requests: tuple[str, ...]  # new in their slots, or with tokens in this prefill
     bucket: PrefillBucket
     pieces: tuple[PlannedPiece, ...]
@@ -161,6 +162,7 @@ class DecodeStep:
     """One decode dispatch, for the requests whose tokens except the last are in the cache."""
 
     copies: tuple[tuple[int, int], ...]  # as in PrefillStep
+    part_copies: tuple[tuple[int, int], ...]
     entries: tuple[tuple[int, RunningRequest], ...]  # (slot, request) by slot
     rows: tuple[DecodeRow, ...]  # of the entries, in their order
     quiet: int  # equal dispatches, this one included, until the next decision, unless a request ends or comes
@@ -182,7 +184,7 @@ class Scheduler:
         self.table = SlotTable(backend.slots)
         self.cache = CacheTable(
             backend.cache_blocks, backend.block_tokens,
-            context_tokens=backend.context_tokens, steps=decode_steps, version=version,
+            context_tokens=backend.context_tokens, steps=decode_steps, version=version, windows=backend.windows,
         )  # fmt: skip
         self._prefilled = 0  # tokens since the last dispatch of decoding, padding included
         # requests in slots that are not ready to decode, in the order of admission; some may have become ready or left
@@ -244,9 +246,11 @@ class Scheduler:
         if not has_ready:
             return None
         entries = tuple(entry for entry in self.table.running() if _is_ready(entry[1]))
-        rows = tuple(_decode_row(running) for _, running in entries)
+        for _, running in entries:
+            self.cache.hold_steps(running)
+        rows = tuple(self._decode_row(running) for _, running in entries)
         quiet = 1 if unready else self.cache.count_quiet(len(rows))
-        return DecodeStep(tuple(self.cache.take_copies()), entries, rows, quiet)
+        return DecodeStep(*self._take_copies(), entries, rows, quiet)
 
     def note_prefilled(self, step: PrefillStep) -> None:
         """Notes a finished prefill. A request that was cancelled meanwhile has no part of the cache any more."""
@@ -255,6 +259,7 @@ class Scheduler:
                 self.cache.attach(running)
         for planned in step.pieces:
             planned.target.filled = planned.piece.span.stop
+            self.cache.settle(planned.target)
             if isinstance(planned.target, Prefix):
                 self.cache.prefixes.note_filled(planned.target)
 
@@ -312,6 +317,8 @@ class Scheduler:
                 is_full = self._backend.prefill_bucket(spans) is None
         chosen, bucket = self._fill_bucket(list(planned.values()))
         drivers = {running.request_id for running, _ in chosen}
+        for _, one in chosen:
+            self.cache.hold(one.target, *one.piece.span)
         pieces = tuple(piece for _, piece in chosen)
         completed = [
             one.target
@@ -319,13 +326,31 @@ class Scheduler:
             if isinstance(one.target, Prefix) and one.piece.span.stop == len(one.target.tokens)
         ]
         after = [one for one in unready if not _cached(one).is_attached and _cached(one).prefix in completed]
+        for running in (*before, *after):
+            if (cached := _cached(running)) not in [one.target for one in pieces]:
+                prompt = len(running.request.prompt_tokens) - 1
+                self.cache.hold(cached, prompt, prompt)
         named = tuple(
             running.request_id for running in unready if running.request_id in drivers or not _cached(running).is_logged
         )
         for running in unready:
             _cached(running).is_logged = True
-        copies, found = tuple(self.cache.take_copies()), _take_found(unready)
-        return PrefillStep(copies, named, bucket, pieces, found, tuple(before), tuple(after))
+        pieces, found = tuple(map(self._find_parts, pieces)), _take_found(unready)
+        return PrefillStep(*self._take_copies(), named, bucket, pieces, found, tuple(before), tuple(after))
+
+    def _take_copies(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        return tuple(self.cache.take_copies()), tuple(self.cache.windows.take_copies())
+
+    def _find_parts(self, planned: PlannedPiece) -> PlannedPiece:
+        piece = planned.piece
+        parts = self.cache.windows.table(planned.target.need, len(piece.blocks))
+        return dataclasses.replace(planned, piece=dataclasses.replace(piece, parts=parts))
+
+    def _decode_row(self, running: RunningRequest) -> DecodeRow:
+        request, cached, blocks = running.request, _cached(running), _cached(running).blocks
+        tokens = running.tokens if request.sampling.penalizes else ()
+        parts = self.cache.windows.table(cached.need, len(blocks))
+        return DecodeRow(request, running.last_token, len(running) - 1, running.limit, blocks, tokens, parts)
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
         if isinstance(target, Prefix):
@@ -405,9 +430,3 @@ def _prefill_target(running: RunningRequest) -> Prefix | CachedSequence | None:
         return cached.prefix
     filled = cached.filled if cached.is_attached else len(running.request.prompt_tokens) - 1
     return cached if filled < len(running) - 1 else None
-
-
-def _decode_row(running: RunningRequest) -> DecodeRow:
-    request, blocks = running.request, _cached(running).blocks
-    tokens = running.tokens if request.sampling.penalizes else ()
-    return DecodeRow(request, running.last_token, len(running) - 1, running.limit, blocks, tokens)

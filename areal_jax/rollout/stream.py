@@ -214,13 +214,13 @@ class DecodeStream:
     async def _prefill(self, step: PrefillStep, weights: EngineWeights) -> None:
         backend, state = self.backend, self._state
         pieces = [planned.piece for planned in step.pieces]
-        before, after = _tail_copies(step.attached_before), _tail_copies(step.attached_after)
+        before, after = self._tail_copies(step.attached_before), self._tail_copies(step.attached_after)
 
         def dispatch() -> State:
-            new_state = _copy(backend, state, step.copies)
-            new_state = backend.copy(new_state, *before) if before[0] else new_state
+            new_state = _copy(backend, state, step.copies, step.part_copies)
+            new_state = _copy(backend, new_state, *before)
             new_state = backend.prefill(weights.params, new_state, pieces) if pieces else new_state
-            return backend.copy(new_state, *after) if after[0] else new_state
+            return _copy(backend, new_state, *after)
 
         tokens = sum(len(piece.tokens) for piece in pieces)
         rebuilt = sum(len(planned.piece.tokens) for planned in step.pieces if planned.is_rebuilt)
@@ -251,7 +251,8 @@ class DecodeStream:
         first_rows = [index for index, (_, running) in entries if not running.has_begun]
 
         def dispatch() -> tuple[State, DecodeOutput, Mapping[int, ColumnArrays]]:
-            after, output = backend.generate(weights.params, _copy(backend, state, step.copies), step.rows, steps)
+            copied = _copy(backend, state, step.copies, step.part_copies)
+            after, output = backend.generate(weights.params, copied, step.rows, steps)
             return after, output, {index: _read_context(backend, after, step.rows[index]) for index in first_rows}
 
         first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
@@ -278,6 +279,13 @@ class DecodeStream:
             if (request := sound[row]) is not None:
                 request.give_context(context)
         self._deliver(output.by_row(), counts.tolist(), sound, weights.version)
+
+    def _tail_copies(
+        self, requests: Sequence[RunningRequest]
+    ) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """Returns (copies, copies of parts): each request appends to its own copy of the last block of a prefix."""
+        pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
+        return pairs, self.cache.windows.pair(pairs)
 
     def _work(self, kind: str, amount: float, weights: EngineWeights, size: Mapping[str, float]) -> Work:
         return Work(kind, amount, {'version': weights.version}, self._kinds.in_background, size)
@@ -360,11 +368,10 @@ def _read_context(backend: DecodeBackend, state: State, row: DecodeRow) -> Colum
     return backend.read_context(state, row.blocks, len(row.request.prompt_tokens))
 
 
-def _copy(backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]]) -> State:
-    return backend.copy(state, *map(list, zip(*copies, strict=True))) if copies else state
-
-
-def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:
-    """Returns (sources, targets): each request appends to its own copy of the last block of a shared prefix."""
-    pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
-    return [source for source, _ in pairs], [target for _, target in pairs]
+def _copy(
+    backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]], part_copies: Sequence[tuple[int, int]]
+) -> State:
+    if not copies and not part_copies:
+        return state
+    sources, targets = [source for source, _ in copies], [target for _, target in copies]
+    return backend.copy(state, sources, targets, part_copies)

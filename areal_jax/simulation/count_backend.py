@@ -211,7 +211,7 @@ class CountBackend:
       jumps: whether `generate` returns a Jump, which the simulated clock finishes, instead of one dispatch.
     """
 
-    records_context = False
+    records_context, windows = False, None
     sampling = SamplingSupport(vocab_size=2**31 - 1, cuts=True, adjusts=False, stop_tokens=4, biased_tokens=0)
 
     def __init__(
@@ -277,7 +277,9 @@ class CountBackend:
     def read_context(self, state: int, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
         return {}
 
-    def copy(self, state: int, sources: Sequence[int], targets: Sequence[int]) -> int:
+    def copy(
+        self, state: int, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
+    ) -> int:
         return state
 
 

@@ -86,11 +86,12 @@ def _names(chip: Chip) -> list[str]:
 
 
 CACHE_BYTES = 2  # of each number of the KV cache, 16 bit
+WINDOWS_OF_ROW = 1.5  # held by the layers with a window, see rollout.window_blocks.size_windows
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder. Attention windows are not modelled: a long context costs the same with and without."""
+    """The sizes of a decoder. Windows count in memory, not in time: a long context takes as long with and without."""
 
     name: str
     parameters: float
@@ -103,6 +104,13 @@ class ModelShape:
     expert_parameters: float = 0.0  # the part of `product_parameters` that is in experts
     experts: int = 0  # of a layer; 0 = none
     experts_per_token: int = 0
+    window: int = 0  # the longest; 0 = no layer has one
+    window_kv_bytes: int = 0  # the part of `kv_bytes` in layers with a window
+
+    def held_kv_bytes(self, row_tokens: float) -> float:
+        """Returns the bytes of one of `row_tokens` positions of a row: half as many windows as rows are held beside."""
+        share = min(1.0, WINDOWS_OF_ROW * self.window / row_tokens) if row_tokens else 1.0
+        return self.kv_bytes - (1 - share) * self.window_kv_bytes
 
     @property
     def active_parameters(self) -> float:
@@ -125,6 +133,8 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
     """The sizes of any model of a known family, counted from the table of its weights."""
     counts = [(row.path, parameters) for row, parameters in count_parameters(config)]
     of_layers = sum(count for path, count in counts if path.startswith(LAYERS) and _multiplies(path))
+    in_windows = sum(kind.window is not None for kind in config.kinds) * (config.n_layers // len(config.kinds))
+    of_layer = 2 * config.n_kv_heads * config.head_dim * CACHE_BYTES
     heads = [count for path, count in counts if path == ('embedding' if config.tie_embeddings else 'head')]
     return ModelShape(
         name,
@@ -133,11 +143,13 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
         head_parameters=sum(heads),
         layers=config.n_layers,
         attention_width=config.n_heads * config.head_dim,
-        kv_bytes=2 * config.n_layers * config.n_kv_heads * config.head_dim * CACHE_BYTES,
+        kv_bytes=config.n_layers * of_layer,
         hidden=config.d_model,
         expert_parameters=sum(count for path, count in counts if '/experts/' in path),
         experts=config.experts.count if config.experts else 0,
         experts_per_token=config.experts.per_token if config.experts else 0,
+        window=max(filter(None, config.windows), default=0),
+        window_kv_bytes=in_windows * of_layer,
     )
 
 
@@ -283,10 +295,14 @@ class Roofline:
         sent = changed * WEIGHT_BYTES * self.shape.parameters
         return sent / (self.chip.network_bytes_s * min(receiver, senders))
 
-    def cache_tokens(self) -> int:
-        """Positions of the KV cache that fit next to the weights in nine tenths of the memory."""
+    def cache_tokens(self, row_tokens: float = 0) -> int:
+        """Positions of the KV cache that fit next to the weights in nine tenths of the memory.
+
+        Args:
+          row_tokens: positions of a row, of which layers with a window hold the last; 0 = they hold all.
+        """
         memory = MEMORY_SHARE * self.chip.memory_bytes * self.devices
-        return int((memory - WEIGHT_BYTES * self.shape.parameters) / self.shape.kv_bytes)
+        return int((memory - WEIGHT_BYTES * self.shape.parameters) / self.shape.held_kv_bytes(row_tokens))
 
     def prices(self) -> Mapping[str, Price]:
         """The prices of an engine's work, for VirtualClock."""
@@ -481,7 +497,7 @@ def check_memory(cluster: Cluster, cache_tokens: int, context_tokens: int) -> No
       cache_tokens: of the KV cache of an engine; 0 = all that fit.
     """
     for index, engine in enumerate(cluster.engines):
-        fits = engine.cache_tokens()
+        fits = engine.cache_tokens(context_tokens)
         needed = cache_tokens or context_tokens
         if needed > fits:
             what = 'rollout.cache_tokens' if cache_tokens else 'rollout.context_tokens'

@@ -123,7 +123,7 @@ def test_a_mesh_of_eight_changes_nothing(name, mesh, layers):
     for path, after in jax.tree_util.tree_leaves_with_path(weights):
         before, other = (functools.reduce(lambda tree, key: tree[key.key], path, t) for t in (params, found))
         step = np.linalg.norm(np.asarray(after) - np.asarray(before))
-        assert np.linalg.norm(np.asarray(after) - np.asarray(other)) <= 1e-5 * step + 1e-8, path
+        assert np.linalg.norm(np.asarray(after) - np.asarray(other)) <= 2e-5 * step + 1e-8, path
         assert step > 0, path
 
 

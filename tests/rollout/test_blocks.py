@@ -214,7 +214,7 @@ def test_a_prefix_that_is_not_complete_keeps_its_whole_blocks_alone_and_loses_a_
     assert (find().length, find().blocks, shelf.index.take_copies()) == (4, prefix.whole[:1], [])
     other = Shelf(4)
     prefix = other.add(0)
-    other.index.copy(prefix, 3, prefix.tail)
+    other.index.copy(prefix, 3, prefix.tail, 0)
     other.index.close(key(0))
     assert other.pool.index.find(0, prefix.digests, prefix.tokens).length == 8
     assert other.index.take_copies() == []

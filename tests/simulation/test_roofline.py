@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.simulation.prices import (
     H800,
     QWEN3_8B,
@@ -12,6 +13,7 @@ from areal_jax.simulation.prices import (
     ModelShape,
     Reached,
     Roofline,
+    shape_of,
     step_overhead_s,
 )
 from areal_jax.types import Work
@@ -83,6 +85,18 @@ def test_devices_divide_a_step_and_add_its_all_reduces():
     tokens_s = 28 * 2 * 1000 * 1536 * 2 * 1.5 / 200e9
     assert four.prefill_s(1000, 500_000) == pytest.approx(PEAK.prefill_s(1000, 500_000) / 4 + tokens_s)
     assert four.cache_tokens() - PEAK.cache_tokens() == pytest.approx(3 * 0.9 * 80e9 / 28672, abs=1)
+
+
+def test_layers_with_a_window_hold_one_and_a_half_windows_of_a_row():
+    """Two of three layers have a window of 16: of 96 positions they hold 24, and all of rows up to 24."""
+    config = ModelConfig(64, 16, 3, 2, 1, 8, 16, 1e4, kinds=(LayerKind(16), LayerKind(), LayerKind(16)))
+    shape = shape_of('windows', config)
+    assert (shape.window, shape.kv_bytes, shape.window_kv_bytes) == (16, 3 * 2 * 8 * 2, 2 * 2 * 8 * 2)
+    assert shape.held_kv_bytes(96) == 32 + 64 * 24 / 96
+    assert shape.held_kv_bytes(24) == shape.held_kv_bytes(0) == shape.kv_bytes
+    engine = Roofline(H800, shape)
+    assert engine.cache_tokens(96) == pytest.approx(2 * engine.cache_tokens(), abs=2)
+    assert PEAK.cache_tokens(4500) == PEAK.cache_tokens()
 
 
 def test_experts_are_read_where_a_row_reaches_them_and_computed_for_each_row():

@@ -134,7 +134,10 @@ def describe_caches(
 
 def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
     backend = next(iter(backends.values()))  # all have equally many blocks, divided among an engine's devices
-    return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
+    windows = backend.windows
+    beside = f', {windows.blocks} in layers with a window of up to {windows.tokens}' if windows else ''
+    size = format_bytes(backend.state_bytes)
+    return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions{beside}, {size}'
 
 
 def build_engines(

@@ -28,7 +28,9 @@ from areal_jax.learning.diagnostics.measurement import active_parameters
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params, is_adapter, logical_axes
+from areal_jax.rollout.decode.decode_rows import CacheSizes
 from areal_jax.rollout.decode.generate import weight_shardings
+from areal_jax.rollout.window_blocks import size_windows
 from areal_jax.sharding.rules import Allocation, EngineDevices, data_shards, param_shardings, path_name, replicated
 from areal_jax.telemetry.progress import format_bytes
 from areal_jax.types import Tree
@@ -259,11 +261,11 @@ def _engine_sizes(
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
     group = parse_engines(config.cluster.engines).find_group(len(devices))
     tensor = group.tensor
-    position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
-    slots, blocks = rollout.slots, rollout.count_cache_blocks(rollout.slots) + 1  # one for padding to write to
+    position = 2 * shape.n_kv_heads * shape.head_dim * itemsize // tensor  # of a layer
+    slots, blocks = rollout.slots, _cache_blocks(config, shape, rollout.slots)
     if config.evaluation.every:
         slots += config.evaluation.slots
-        blocks += rollout.count_cache_blocks(config.evaluation.slots, beside=True) + 1
+        blocks += _cache_blocks(config, shape, config.evaluation.slots, beside=True)
     weights, matrices = _engine_weights(shape, devices, group.expert, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
@@ -272,6 +274,18 @@ def _engine_sizes(
         'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # also the results of a dispatch
     }
+
+
+def _cache_blocks(config: TrackedConfig, shape: ModelConfig, slots: int, *, beside: bool = False) -> int:
+    """Returns the blocks of a backend's cache, summed over the layers; of these some have a pool of their own."""
+    rollout = config.rollout
+    of_sequences = rollout.count_cache_blocks(slots, beside=beside)
+    windows = size_windows(
+        max(filter(None, shape.windows), default=None), slots=slots, cache_blocks=of_sequences,
+        block_tokens=rollout.block_tokens, steps=rollout.decode_steps, piece_tokens=max(rollout.prefill_buckets),
+    )  # fmt: skip
+    sizes = CacheSizes(rollout.context_tokens, rollout.block_tokens, of_sequences, windows)
+    return sum(sizes.allocated(kind.window) for kind in shape.kinds) * (shape.n_layers // len(shape.kinds))
 
 
 def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:

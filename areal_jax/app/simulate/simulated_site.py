@@ -274,7 +274,8 @@ def cache_blocks(config: TrackedConfig, cluster: Cluster | None, engine: int) ->
     blocks = config.rollout.count_cache_blocks(config.rollout.slots)
     if cluster is None:
         return blocks
-    return min(blocks, cluster.engines[engine].cache_tokens() // config.rollout.block_tokens)
+    fits = cluster.engines[engine].cache_tokens(config.rollout.context_tokens)
+    return min(blocks, fits // config.rollout.block_tokens)
 
 
 def describe_hardware(cluster: Cluster | None, engine: int, devices: int) -> str:

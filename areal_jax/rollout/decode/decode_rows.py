@@ -19,6 +19,7 @@ from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, SamplingSupport
 from areal_jax.rollout.decode.attention.loops import Cache, CacheAttention
 from areal_jax.rollout.decode.sampling import Adjustments, empty_adjustments
+from areal_jax.rollout.window_blocks import WindowSizes
 from areal_jax.types import SamplingParams
 
 COPIES = 8  # blocks that one call of `copy_blocks` copies
@@ -31,6 +32,11 @@ class CacheSizes:
     context_tokens: int
     block_tokens: int
     blocks: int  # available to sequences
+    windows: WindowSizes | None = None  # the pool of the layers with a window; None = they have `blocks` too
+
+    def allocated(self, window: int | None) -> int:
+        """The blocks of a layer with this window, those that no sequence has included."""
+        return self.blocks + 1 if window is None or self.windows is None else self.windows.blocks + 2
 
     @property
     def table_blocks(self) -> int:
@@ -63,16 +69,30 @@ def read_columns(columns: Mapping[str, jax.Array], table: jax.Array) -> dict[str
 
 def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
     """Returns a cache of zeros, the padding block included."""
-    blocks = sizes.blocks + 1
     return tuple(
-        attention.empty(blocks, config.n_kv_heads, sizes.block_tokens, config.head_dim, dtype)
-        for _ in range(config.n_layers)
+        attention.empty(
+            sizes.allocated(config.window(layer)), config.n_kv_heads, sizes.block_tokens, config.head_dim, dtype
+        )
+        for layer in range(config.n_layers)
     )
 
 
-def copy_blocks(attention: CacheAttention, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
-    """Returns the state with block sources[i] copied to block targets[i], both int32 [C]."""
-    layers = tuple(attention.copy(layer, sources, targets) for layer in state.layers)
+def copy_blocks(
+    attention: CacheAttention,
+    config: ModelConfig,
+    state: EngineState,
+    sources: jax.Array,
+    targets: jax.Array,
+    parts: tuple[jax.Array, jax.Array] | None,
+) -> EngineState:
+    """Returns the state with block sources[i] copied to block targets[i], both int32 [C].
+
+    `parts` are sources and targets of the layers with a window, if they have a pool of their own.
+    """
+    layers = tuple(
+        attention.copy(layer, *((sources, targets) if parts is None or config.window(i) is None else parts))
+        for i, layer in enumerate(state.layers)
+    )
     return EngineState(layers, {name: kept.at[targets].set(kept[sources]) for name, kept in state.columns.items()})
 
 
@@ -103,6 +123,7 @@ class Batch:
     stop_tokens: Array  # int32 [B, most_stop_tokens], -1 where unused
     table: Array  # int32 [B, M], blocks of the sequence, then the padding block
     adjustments: Adjustments | None  # None = programs without
+    window_table: Array | None = None  # as `table`, of the layers with a window, if they have a pool of their own
 
 
 def most_stop_tokens(adjusted: bool) -> int:
@@ -130,7 +151,14 @@ def empty_batch(rows: int, sizes: CacheSizes, adjusted: bool = False, penalized:
         stop_tokens=np.full((rows, most_stop_tokens(adjusted)), -1, np.int32),
         table=np.full((rows, sizes.table_blocks), sizes.padding_block, np.int32),
         adjustments=adjustments,
+        window_table=_empty_window_table(rows, sizes),
     )
+
+
+def _empty_window_table(rows: int, sizes: CacheSizes) -> np.ndarray | None:
+    if sizes.windows is None:
+        return None
+    return np.full((rows, sizes.table_blocks), sizes.windows.padding, np.int32)
 
 
 def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes, adjusted: bool) -> tuple[Batch, np.ndarray]:
@@ -149,6 +177,8 @@ def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes, adjusted
         batch.seed[place] = [word & 0xFFFFFFFF for word in words]
         blocks = row.blocks[: sizes.table_blocks]
         batch.table[place, : len(blocks)] = blocks
+        if batch.window_table is not None:
+            batch.window_table[place, : len(blocks)] = row.parts[: len(blocks)]
         if batch.adjustments is not None:
             batch.adjustments.fill(place, row)
     return batch, places
@@ -170,9 +200,22 @@ def check_row(row: DecodeRow, steps: int, sizes: CacheSizes, support: SamplingSu
         )
     if not all(0 <= block < sizes.blocks for block in row.blocks):
         raise ValueError(f'{where}blocks={[*row.blocks]} must lie between 0 and cache_blocks - 1 = {sizes.blocks - 1}')
+    if sizes.windows is not None:
+        _check_parts(row, needed, sizes.windows, sizes.block_tokens)
     if params.penalizes and len(row.tokens) != length:
         raise ValueError(f'{where}{len(row.tokens)} tokens, but its penalties need all {length}; give them')
     support.check_programs(row.request)
+
+
+def _check_parts(row: DecodeRow, needed: int, windows: WindowSizes, block_tokens: int) -> None:
+    """Raises ValueError if the layers with a window lack a block that the row sees or writes."""
+    first = max(0, row.position + 1 - windows.tokens) // block_tokens
+    parts = np.asarray(row.parts[first : -(-needed // block_tokens)])
+    if len(row.parts) != len(row.blocks) or not np.all((parts >= 0) & (parts < windows.blocks)):
+        raise ValueError(
+            f'request {row.request.request_id}: parts={[*row.parts]} must name a block of the layers with a window, 0 '
+            f'to {windows.blocks - 1}, for each of {len(row.blocks)} blocks from number {first} on'
+        )
 
 
 MOST_BATCHES = 10  # programs of `generate`

@@ -70,6 +70,7 @@ class _Rows:
 
 
 _Sampled = tuple[jax.Array, jax.Array, jax.Array | None]  # result of sampling.sample_tokens
+_Places = tuple[jax.Array, jax.Array]  # of a pool: the blocks of the rows, int32 [B, M], and where they write, [B]
 _Carry = tuple[jax.Array, EngineState, _Rows, Outputs]  # the first is the step number
 
 
@@ -150,8 +151,10 @@ class Generate:
         block = jnp.take_along_axis(batch.table, place[:, None], axis=1)[:, 0]
         block = jnp.where(rows.live, block, self.sizes.padding_block)
         offset = rows.position % self.sizes.block_tokens
+        whole, near = (batch.table, block), self._find_near(batch, rows, place)
         if self.attention.name == 'native' and self.decoder.can_step(weights):
-            read = Read(batch.table, lengths, block, offset)
+            tables, blocks = _join(whole, near)
+            read = Read(tables, lengths, blocks, offset)
             stepped = self.decoder.step(weights, rows.token, rows.position, state.layers, read, batch.temperature)
             columns = write_columns(state, stepped.columns, block, offset)
             return EngineState(stepped.cache, columns), stepped.logits, stepped.sums, stepped.columns
@@ -164,8 +167,9 @@ class Generate:
             window: int | None,
             sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, LayerCache]:
-            layer = self.attention.write(layer, k, v, block, offset)
-            return self.attention.attend(q, layer, batch.table, lengths, window, sinks), layer
+            table, at = whole if window is None or near is None else near
+            layer = self.attention.write(layer, k, v, at, offset)
+            return self.attention.attend(q, layer, table, lengths, window, sinks), layer
 
         routing = Routing(self.mix, valid=rows.live)
         hidden, layers, routed = self.decoder.hidden_and_routes(
@@ -174,6 +178,13 @@ class Generate:
         found = {} if routed is None else routed.columns
         columns = write_columns(state, found, block, offset)
         return EngineState(layers, columns), self.decoder.logits(weights, hidden), None, found
+
+    def _find_near(self, batch: Batch, rows: _Rows, place: jax.Array) -> _Places | None:
+        """Returns the places in the pool of the layers with a window; None if they have none of their own."""
+        if batch.window_table is None or self.sizes.windows is None:
+            return None
+        block = jnp.take_along_axis(batch.window_table, place[:, None], axis=1)[:, 0]
+        return batch.window_table, jnp.where(rows.live, block, self.sizes.windows.padding)
 
     def _count(self, batch: Batch) -> TokenCounts | None:
         adjustments = batch.adjustments
@@ -225,6 +236,13 @@ class Generate:
             cut = lambda z: sampling.cut_support(z, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
             logits = lax.cond(jnp.any(_asks_for_cut(batch) & rows.live), cut, lambda z: z, logits)
         return logits
+
+
+def _join(whole: _Places, near: _Places | None) -> _Places:
+    """Returns the blocks of the rows in both pools side by side, see native_layers.Read."""
+    if near is None:
+        return whole
+    return jnp.concatenate([whole[0], near[0]], axis=1), jnp.stack([whole[1], near[1]], axis=1)
 
 
 def _asks_for_cut(batch: Batch) -> jax.Array:

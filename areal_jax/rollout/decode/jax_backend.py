@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -39,6 +40,7 @@ from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS
 from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.rollout.window_blocks import WindowSizes, size_windows
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import MOST_ALTERNATIVES, PublishedWeights, TokenScores, Tree
 
@@ -135,6 +137,8 @@ class JaxDecodeBackend:
       context_tokens: most tokens of a sequence.
       block_tokens: positions of a block.
       cache_blocks: blocks for sequences; None = enough for `slots` sequences of maximum length.
+      window_blocks: of the pool of the layers with a window; 0 = they have the blocks of the others; None = as many as
+        it takes, or 0 if these are not fewer than `cache_blocks`.
       prefill_buckets: ascending tokens of a packed prefill; longer sequences are prefilled in pieces of the last size.
       decode_steps: most tokens of a row in one `generate`.
       filtered: whether requests may use top_k, top_p or min_p.
@@ -163,6 +167,7 @@ class JaxDecodeBackend:
         context_tokens: int,
         block_tokens: int,
         cache_blocks: int | None = None,
+        window_blocks: int | None = None,
         prefill_buckets: tuple[int, ...],
         decode_steps: int,
         filtered: bool,
@@ -191,7 +196,14 @@ class JaxDecodeBackend:
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
-        self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
+        longest = max(filter(None, decoder.config.windows), default=None)
+        self.windows = size_windows(
+            longest, slots=slots, cache_blocks=self.cache_blocks, block_tokens=block_tokens, steps=decode_steps,
+            piece_tokens=max(prefill_buckets, default=0),
+        )  # fmt: skip
+        if window_blocks is not None and longest is not None:
+            self.windows = WindowSizes(longest, window_blocks) if window_blocks else None
+        self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks, self.windows)
         self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
@@ -212,7 +224,7 @@ class JaxDecodeBackend:
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
-        self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
+        self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on, on), out_shardings=state, donate_argnums=0)
         self.read_program = jax.jit(rows.read_columns, in_shardings=(on, on), out_shardings=on)
         self.generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
@@ -280,7 +292,7 @@ class JaxDecodeBackend:
         announce(0, total)
         state = self.initial_state()
         announce(1, total)
-        state = self.copy(state, [self._sizes.padding_block], [self._sizes.padding_block])
+        state = self.copy_program(state, *self.no_copies())
         for done, bucket in enumerate(self.declared_prefills, start=_OTHER_PROGRAMS):
             announce(done, total)
             state = self._prefill_program(weights, state, self._pack([], bucket))
@@ -393,14 +405,28 @@ class JaxDecodeBackend:
             columns[column.name] = np.concatenate([column.blank(1), read])  # no pass predicts the first token
         return columns
 
-    def copy(self, state: EngineState, sources: Sequence[int], targets: Sequence[int]) -> EngineState:
-        for start in range(0, len(sources), rows.COPIES):
-            at = np.full((2, rows.COPIES), self._sizes.padding_block, np.int32)
-            for side, blocks in zip(at, (sources, targets), strict=True):
-                part = blocks[start : start + rows.COPIES]
-                side[: len(part)] = part
-            state = self.copy_program(state, *at)
+    def copy(
+        self,
+        state: EngineState,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        parts: Sequence[tuple[int, int]] = (),
+    ) -> EngineState:
+        pairs = [*zip(sources, targets, strict=True)]
+        for some, some_parts in itertools.zip_longest(_cut(pairs), _cut(parts), fillvalue=()):
+            first, last, of_parts = self.no_copies()
+            for index, copy in enumerate(some):
+                first[index], last[index] = copy
+            if of_parts is not None:
+                for index, copy in enumerate(some_parts):
+                    of_parts[0][index], of_parts[1][index] = copy
+            state = self.copy_program(state, first, last, of_parts)
         return state
+
+    def no_copies(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+        """Returns the arguments of `copy_program` after the state, for copies of padding to itself."""
+        padding = lambda block: (np.full(rows.COPIES, block, np.int32), np.full(rows.COPIES, block, np.int32))
+        return *padding(self._sizes.padding_block), padding(self.windows.padding) if self.windows else None
 
     def _generation(self, decoded: Sequence[DecodeRow]) -> Generation:
         if len(self.generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
@@ -408,7 +434,7 @@ class JaxDecodeBackend:
         return self.generations[-1]
 
     def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces[np.ndarray]:
-        return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block)
+        return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block, self.windows)
 
     # The programs.
 
@@ -426,8 +452,26 @@ class JaxDecodeBackend:
         fixed = self._decoder, self._attention, at.row_attention
         return prefill.prefill_pieces(*fixed, weights.params, state, packed, at.over_heads, at.mix)
 
-    def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
-        return rows.copy_blocks(self._attention, state, sources, targets)
+    def _copy(
+        self,
+        state: EngineState,
+        sources: jax.Array,
+        targets: jax.Array,
+        parts: tuple[jax.Array, jax.Array] | None,
+    ) -> EngineState:
+        return rows.copy_blocks(self._attention, self._decoder.config, state, sources, targets, parts)
+
+
+def _cut(copies: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Cuts copies into the calls of a program that reads all sources before it writes: none reads a target of its."""
+    part: list[tuple[int, int]] = []
+    for copy in copies:
+        if len(part) == rows.COPIES or any(target in copy for _, target in part):
+            yield part
+            part = []
+        part.append(copy)
+    if part:
+        yield part
 
 
 def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
@@ -568,7 +612,7 @@ class JaxScoring:
         self, program: Program, weights: PreparedWeights, packed: PackedPieces[jax.Array], scored: ScoredPlaces
     ) -> Ranking:
         where, params = self._placement, weights.params
-        decoder, given = where.decoder, PackedPieces(*map(jnp.asarray, packed))
+        decoder, given = where.decoder, jax.tree.map(jnp.asarray, packed)
         attend_layer = where.over_heads(prefill.attend_pieces(where.attention, where.row_attention, given))
         scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer overwrites the last
 
@@ -601,10 +645,8 @@ def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec))
 
     described, state = jax.tree.map(describe, weights), backend.abstract_state()
-    padding = backend.cache_blocks  # the block after the last
-    at = np.full(rows.COPIES, padding, np.int32)
     backend.initial_program.lower().compile()
-    backend.copy_program.lower(state, at, at).compile()
+    backend.copy_program.lower(state, *backend.no_copies()).compile()
     for lowered in backend.lower_all(described):
         lowered.compile()
     if state.columns:

@@ -34,6 +34,7 @@ from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
 from areal_jax.rollout.decode.decode_rows import EngineState, write_columns
+from areal_jax.rollout.window_blocks import WindowSizes
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; leaves room for the programs of decoding
 MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
@@ -41,6 +42,14 @@ _PLACES_PER_TOKEN = 1.5  # pieces of 32 tokens or more always fit when their tok
 _SMALLER_PRIOR = 4  # factor between two sizes of the prior
 
 _Array = TypeVar('_Array', np.ndarray, jax.Array)
+
+
+class PackedParts(NamedTuple, Generic[_Array]):
+    """The fields of PackedPieces with blocks, of the layers with a window if they have a pool of their own."""
+
+    blocks: _Array
+    prior_blocks: _Array
+    tables: _Array
 
 
 class PackedPieces(NamedTuple, Generic[_Array]):
@@ -58,6 +67,7 @@ class PackedPieces(NamedTuple, Generic[_Array]):
     segments: _Array  # [R + A]: the ids of the row; < 0 = padding
     row_positions: _Array  # [R + A], in the sequence
     wanted: _Array  # [], tokens of the pieces; the others are padding
+    parts: PackedParts[_Array] | None = None
 
 
 # The attention of rows.
@@ -194,9 +204,15 @@ def _row(bucket: PrefillBucket, block_tokens: int) -> tuple[int, int, int]:
 
 
 def pack_pieces(
-    pieces: Sequence[PrefillPiece], bucket: PrefillBucket, block_tokens: int, padding_block: int
+    pieces: Sequence[PrefillPiece],
+    bucket: PrefillBucket,
+    block_tokens: int,
+    padding_block: int,
+    windows: WindowSizes | None = None,
 ) -> PackedPieces[np.ndarray]:
     """Packs the pieces in this order into the arrays of a prefill; padding tokens write to `padding_block`.
+
+    `windows` is the pool of the layers with a window; None = they have the blocks of the other layers.
 
     Raises ValueError, naming the piece, if it is malformed, has no room in the bucket or shares a written position.
     """
@@ -205,7 +221,7 @@ def pack_pieces(
     full = _overflow([piece.span for piece in pieces], bucket, block_tokens)
     if full is not None:
         raise ValueError(f'piece {full}: {pieces[full].span} has no room in {bucket} beside the pieces before it')
-    packed = _padding(bucket, block_tokens, padding_block)
+    packed = _padding(bucket, block_tokens, padding_block, windows)
     _, first, tile = _row(bucket, block_tokens)
     run_blocks, run_places = _run(block_tokens)
     token = place = run = block = 0
@@ -216,8 +232,6 @@ def pack_pieces(
         table = np.asarray(piece.blocks, np.int32)
         packed.tokens[own], packed.positions[own] = piece.tokens, positions[:length]
         packed.starts[own], needed = block, -(-piece.span.stop // block_tokens)
-        packed.tables[block : block + needed] = table[:needed]
-        packed.blocks[own] = table[positions[:length] // block_tokens]
         packed.offsets[own] = positions[:length] % block_tokens
         packed.places[own] = np.arange(place, place + length)
         packed.sources[place : place + length] = np.arange(token, token + length)
@@ -225,10 +239,14 @@ def pack_pieces(
         packed.segments[first + place : first + place + len(positions)] = segment
         packed.row_positions[first + place : first + place + len(positions)] = positions
         runs = _prior_positions(piece.start, block_tokens) // (run_blocks * block_tokens)
-        read = table[: -(-piece.start // block_tokens)]
-        packed.prior_blocks[run * run_blocks : run * run_blocks + len(read)] = read
-        before = slice(run * run_places, (run + runs) * run_places)
-        packed.segments[before], packed.row_positions[before] = _prior_ids(piece.start, runs, block_tokens, segment)
+        written, before = positions[:length] // block_tokens, -(-piece.start // block_tokens)
+        read = slice(run * run_blocks, run * run_blocks + before)
+        for to, blocks in ((packed, table), (packed.parts, np.asarray(piece.parts, np.int32))):
+            if to is not None:
+                to.tables[block : block + needed], to.blocks[own] = blocks[:needed], blocks[written]
+                to.prior_blocks[read] = blocks[:before]
+        prior = slice(run * run_places, (run + runs) * run_places)
+        packed.segments[prior], packed.row_positions[prior] = _prior_ids(piece.start, runs, block_tokens, segment)
         token, place, run, block = token + length, place + len(positions), run + runs, block + needed
     packed.wanted[...] = token
     _require_written_once(packed, pieces, block_tokens)
@@ -244,23 +262,29 @@ def _prior_ids(start: int, runs: int, block_tokens: int, segment: int) -> tuple[
     return np.where(seen, segment, segment + 1).astype(np.int32), positions.astype(np.int32)
 
 
-def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> PackedPieces[np.ndarray]:
+def _padding(
+    bucket: PrefillBucket, block_tokens: int, padding_block: int, windows: WindowSizes | None
+) -> PackedPieces[np.ndarray]:
     """Returns a row of padding: every tile is a separate segment, so that attention does next to nothing for it."""
     places, prior, tile = _row(bucket, block_tokens)
     tokens = lambda: np.zeros(bucket.tokens, np.int32)
+    of_pool = lambda block: PackedParts(
+        np.full(bucket.tokens, block, np.int32),
+        np.full(bucket.prior // block_tokens, block, np.int32),
+        np.full(bucket.prior // block_tokens + bucket.tokens, block, np.int32),
+    )
     return PackedPieces(
         tokens=tokens(),
         positions=tokens(),
-        blocks=np.full(bucket.tokens, padding_block, np.int32),
         offsets=(np.arange(bucket.tokens) % block_tokens).astype(np.int32),
         places=tokens(),
         sources=np.zeros(places, np.int32),
-        prior_blocks=np.full(bucket.prior // block_tokens, padding_block, np.int32),
-        tables=np.full(bucket.prior // block_tokens + bucket.tokens, padding_block, np.int32),
         starts=tokens(),
         segments=(-1 - np.arange(prior + places) // tile).astype(np.int32),
         row_positions=np.zeros(prior + places, np.int32),
         wanted=np.array(0, np.int32),
+        parts=None if windows is None else of_pool(windows.padding),
+        **of_pool(padding_block)._asdict(),
     )
 
 
@@ -306,7 +330,7 @@ def prefill_pieces(
     `over_heads` turns attention over the heads of one device into attention over all heads; `mix` is the product of
     experts.
     """
-    given = PackedPieces(*map(jnp.asarray, packed))
+    given = jax.tree.map(jnp.asarray, packed)
     attend = over_heads(attend_pieces(attention, row_attention, given))
     _, layers, routed = decoder.hidden_and_routes(
         weights, given.tokens, given.positions, attend, state.layers, wanted=given.wanted, routing=Routing(mix)
@@ -322,6 +346,11 @@ def attend_pieces(attention: CacheAttention, row_attention: RowAttention, packed
     return _attend_in_row(attention, row_attention, packed)
 
 
+def _of_layer(packed: PackedPieces[jax.Array], window: int | None) -> PackedPieces[jax.Array] | PackedParts[jax.Array]:
+    """Returns what has the blocks of a layer with this window."""
+    return packed if window is None or packed.parts is None else packed.parts
+
+
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:
     """Lets each token attend directly to its sequence's cache blocks, without gathering rows or computing padding."""
     tokens = len(packed.tokens)
@@ -335,8 +364,9 @@ def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]
         window: int | None,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        layer = attention.write(layer, k, v, packed.blocks, packed.offsets)
-        return attention.attend_pieces(q, layer, packed.tables, packed.starts, lengths, window, sinks), layer
+        at = _of_layer(packed, window)
+        layer = attention.write(layer, k, v, at.blocks, packed.offsets)
+        return attention.attend_pieces(q, layer, at.tables, packed.starts, lengths, window, sinks), layer
 
     return attend
 
@@ -355,10 +385,11 @@ def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packe
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         # written first: a read before the write would make XLA copy the cache
-        layer = attention.write(layer, k, v, packed.blocks, packed.offsets)
+        at = _of_layer(packed, window)
+        layer = attention.write(layer, k, v, at.blocks, packed.offsets)
         q, k, v = (x.at[sources].get(mode='promise_in_bounds') for x in (q, k, v))
         if prior:
-            read = (_as_runs(x, len(packed.prior_blocks)) for x in attention.read(layer, packed.prior_blocks))
+            read = (_as_runs(x, len(at.prior_blocks)) for x in attention.read(layer, at.prior_blocks))
             k, v = (jnp.concatenate(both) for both in zip(read, (k, v), strict=True))
         impl = row_attention[window is not None, prior > 0]
         ids = segments if impl in _OWN else jnp.maximum(segments, 0)

@@ -46,7 +46,7 @@ def find_engine_devices(chip: Chip, shape: ModelShape, context: int) -> int:
     devices = 1
     while devices <= _LARGEST:
         weights = WEIGHT_BYTES * shape.parameters / (devices * chip.memory_bytes)
-        if weights <= WEIGHTS_SHARE and Roofline(chip, shape, devices=devices).cache_tokens() >= context:
+        if weights <= WEIGHTS_SHARE and Roofline(chip, shape, devices=devices).cache_tokens(context) >= context:
             return devices
         devices *= 2
     needed = WEIGHT_BYTES * shape.parameters / WEIGHTS_SHARE
@@ -58,7 +58,7 @@ def find_engine_devices(chip: Chip, shape: ModelShape, context: int) -> int:
 
 def count_slots(chip: Chip, shape: ModelShape, devices: int, live_positions: float) -> int:
     """The number of answers of average length that fill nine tenths of the cache, at most MOST_SLOTS."""
-    cache = _FILLED * Roofline(chip, shape, devices=devices).cache_tokens()
+    cache = _FILLED * Roofline(chip, shape, devices=devices).cache_tokens(live_positions)
     return max(1, min(MOST_SLOTS, int(cache / live_positions)))
 
 

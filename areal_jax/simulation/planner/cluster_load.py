@@ -276,7 +276,7 @@ class Peak:
 
     @property
     def slots(self) -> int:
-        return min(MOST_SLOTS, self.engine.cache_tokens() // LIVE_POSITIONS)
+        return min(MOST_SLOTS, self.engine.cache_tokens(LIVE_POSITIONS) // LIVE_POSITIONS)
 
     @property
     def generated_s(self) -> float:

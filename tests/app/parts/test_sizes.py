@@ -48,6 +48,7 @@ FORMS = [
     {'model__family': 'qwen3_moe', 'model__experts': 4, 'optimizer__name': 'adamw8bit'},
     {'model__family': 'qwen3_moe', 'model__experts': 4, 'optimizer__name': 'adamw8bit',
      'cluster__learner': 'fsdp=2,expert=2', 'learner__rows_per_microbatch': 4},
+    {'model__family': 'gpt_oss', 'model__experts': 4, 'rollout__block_tokens': 1, 'rollout__prefill_buckets': (16,)},
 ]  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def test_sizes_are_those_of_the_arrays(fields):
         working = jax.tree.map(lambda leaf: leaf.astype(config.learner.dtype), learner.state.params)
         assert found.learner['working copy'] == nbytes(working)
     backend = build_backend(config, model.decoder, jax.devices()[:1])
+    assert (backend.windows is not None) == (config.model.family == 'gpt_oss')
     assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
 
 

@@ -4,7 +4,8 @@ Arrivals in groups and in parts of groups, further turns and forks of what has e
 pauses, shared prompts, and answers that go on elsewhere: one by one, or all on an engine with an empty cache. Each is
 counted, so that none is missing.
 Between the engine and its backend stands a recorder. It knows what every block holds and which weights wrote it, so
-that every token can be decoded again by itself, and it spoils all free blocks that keep nothing before each call.
+that every token can be decoded again by itself, and it spoils all free blocks that keep nothing before each call. It
+does the same for the pool of the layers with a window, if they have one of their own.
 """
 
 import collections
@@ -54,22 +55,25 @@ def weights(version, decoder=DECODER):
 
 
 @functools.cache
-def backend(block_tokens, cache_tokens, decoder=DECODER):
+def backend(block_tokens, cache_tokens, decoder=DECODER, window_blocks=None, attention='auto'):
     return JaxDecodeBackend(
         decoder, slots=4, context_tokens=CONTEXT, block_tokens=block_tokens, cache_blocks=cache_tokens // block_tokens,
+        window_blocks=window_blocks, attention=attention,
         prefill_buckets=(8, 16), decode_steps=STEPS, batch_buckets=(2, 4), filtered=True, dtype='float32',
     )  # fmt: skip
 
 
 @functools.cache
 def spoil_program(one):
-    """Writes NaN to the listed places of a state."""
-    heads, size = one.placement.config.n_kv_heads, one.placement.config.head_dim
+    """Writes NaN to the listed places of a state, `parts` in the layers with a pool of their own."""
+    config = one.placement.config
 
-    def spoil(state, blocks, offsets):
-        bad = jnp.full((len(blocks), heads, size), jnp.nan)
+    def spoil(state, blocks, offsets, parts):
+        bad = jnp.full((len(blocks), config.n_kv_heads, config.head_dim), jnp.nan)
         write = one.placement.attention.write
-        return state._replace(layers=tuple(write(layer, bad, bad, blocks, offsets) for layer in state.layers))
+        own = [blocks if one.windows is None or config.window(i) is None else parts for i in range(config.n_layers)]
+        layers = zip(state.layers, own, strict=True)
+        return state._replace(layers=tuple(write(layer, bad, bad, at, offsets) for layer, at in layers))
 
     return jax.jit(spoil, donate_argnums=0)
 
@@ -103,6 +107,8 @@ class Recorder:
         """The next state is a new one."""
         shape = self.inner.cache_blocks + 1, self.inner.block_tokens
         self.versions, self.tokens = np.full(shape, UNKNOWN), np.full(shape, UNKNOWN)
+        if self.inner.windows is not None:
+            self.parts = np.full((self.inner.windows.blocks, self.inner.block_tokens, 2), UNKNOWN)
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -118,16 +124,21 @@ class Recorder:
         for piece in pieces:
             places = self._places(piece.blocks)
             assert all(self.versions[place] != UNKNOWN for place in places[: piece.start])
+            self._check_parts(piece, places, piece.start)
+            self._write_parts(piece, piece.start, piece.tokens, prepared.version)
             self._write(places[piece.start : piece.span.stop], piece.tokens, prepared.version)
             self.occurred['prefill behind cached positions'] += piece.start > 0
         return self.inner.prefill(prepared.params, self._spoil(state), pieces)
 
-    def copy(self, state, sources, targets):
+    def copy(self, state, sources, targets, parts=()):
         assert all(self.table.pool.count(block) == 1 for block in targets)
+        state = self._spoil(state, [source for source, _ in parts])
+        for source, target in parts:
+            self.parts[target] = self.parts[source]
         for array in (self.versions, self.tokens):
             array[list(targets)] = array[list(sources)]
         self.occurred['block copied'] += len(targets)
-        return self.inner.copy(self._spoil(state), sources, targets)
+        return self.inner.copy(state, sources, targets, parts)
 
     def generate(self, prepared, state, rows, steps):
         state, output = self.inner.generate(prepared.params, self._spoil(state), rows, steps)
@@ -137,6 +148,7 @@ class Recorder:
             assert [self.tokens[place] for place in places[: row.position]] == sequence[:-1]
             assert (row.token, row.position) == (sequence[-1], len(sequence) - 1)
             before = [int(self.versions[place]) for place in places[: row.position]]
+            self._check_parts(row, places, row.position)
             self.occurred['block shared'] += sum(self.table.pool.count(block) > 1 for block in row.blocks)
             for step in range(count):
                 cut = output.columns['sampling_logprobs'][step, index]
@@ -145,6 +157,7 @@ class Recorder:
                 answer.append(Decoded(int(token), float(logprob), float(cut), versions))
             written = [*sequence, *(one.token for one in answer[len(answer) - count :])][row.position : -1]
             self._write(places[row.position : row.position + count], written, prepared.version)
+            self._write_parts(row, row.position, written, prepared.version)
         return state, output
 
     def _places(self, blocks):
@@ -156,26 +169,50 @@ class Recorder:
             assert self.table.pool.count(place[0]) == 1, f'block {place[0]} is written while it is shared'
             self.versions[place], self.tokens[place] = version, token
 
-    def _spoil(self, state):
+    def _check_parts(self, row, places, start):
+        """The layers with a window have what the token at `start` sees, as the others do."""
+        if self.inner.windows is not None:
+            size = self.inner.block_tokens
+            for position in range(max(0, start + 1 - self.inner.windows.tokens), start):
+                version, token = self.parts[row.parts[position // size], position % size]
+                assert (version, token) == (self.versions[places[position]], self.tokens[places[position]])
+            gone = row.parts[: -(-start // size)] == self.inner.windows.blank
+            self.occurred['part is gone'] += bool(gone.any())
+
+    def _write_parts(self, row, start, tokens, version):
+        if self.inner.windows is not None:
+            for position, token in enumerate(tokens, start=start):
+                at = row.parts[position // self.inner.block_tokens], position % self.inner.block_tokens
+                self.parts[at] = version, token
+
+    def _spoil(self, state, copied=()):
         padding, size = self.inner.cache_blocks, self.inner.block_tokens
         pool = self.table.pool
         free = [block for block in range(padding) if not pool.count(block) and block not in pool.index]
         self.versions[free] = self.tokens[free] = UNKNOWN
         blocks = np.full(padding * size, padding, np.int32)
         blocks[: len(free) * size] = np.repeat(free, size)
-        return spoil_program(self.inner)(state, blocks, (np.arange(padding * size) % size).astype(np.int32))
+        parts = np.full(padding * size, 0 if self.inner.windows is None else self.inner.windows.padding, np.int32)
+        if self.inner.windows is not None:
+            unused = sorted({*range(self.inner.windows.blocks)} - {*self.table.windows.places.tolist()} - {*copied})
+            self.parts[unused] = UNKNOWN
+            parts[: len(unused) * size] = np.repeat(unused, size)[: len(parts)]
+        return self._write_nan(state, blocks, (np.arange(padding * size) % size).astype(np.int32), parts)
+
+    def _write_nan(self, state, blocks, offsets, parts):
+        return spoil_program(self.inner)(state, blocks, offsets, parts)
 
 
 class Schedule:
     """One random schedule: everything in it is a function of the seed."""
 
-    def __init__(self, seed, *, block_tokens, cache_tokens, kv_policy, decoder=DECODER):
+    def __init__(self, seed, *, block_tokens, cache_tokens, kv_policy, decoder=DECODER, recorder=None, **pool):
         self.weights = lambda version: weights(version, decoder)
         self.rng, self.log = np.random.default_rng(seed), EventLog()
         self.log.listeners.append(check_types)
         lanes = {'engine/0': 1, 'publish/0': 1, 'script': 1}
         self.clock = VirtualClock(lanes, self.log, PRICES | {'script': 1.0})
-        self.backend = Recorder(backend(block_tokens, cache_tokens, decoder))
+        self.backend = recorder or Recorder(backend(block_tokens, cache_tokens, decoder, **pool))
         self.occurred = self.backend.occurred
         self.kv_policy, self.decode_steps = kv_policy, int(self.rng.integers(1, STEPS + 1))
         self.supervisor = Supervisor(self.clock)
@@ -398,10 +435,10 @@ def assert_as_decoded_without_a_cache(schedule, next_logits=_PLAIN, error=LOGPRO
     return flips, checked
 
 
-def checked_run(seed, block_tokens, cache_tokens, kv_policy, actions=40, decoder=DECODER, **reference):
+def checked_run(seed, block_tokens, cache_tokens, kv_policy, actions=40, decoder=DECODER, pool=None, **reference):
     """The schedule after its run, and the numbers of assert_as_decoded_without_a_cache."""
     sizes = {'block_tokens': block_tokens, 'cache_tokens': cache_tokens}
-    schedule = Schedule(seed, **sizes, kv_policy=kv_policy, decoder=decoder).run(actions)
+    schedule = Schedule(seed, **sizes, kv_policy=kv_policy, decoder=decoder, **(pool or {})).run(actions)
     assert_delivered(schedule)
     numbers = assert_as_decoded_without_a_cache(schedule, **reference)
     for request, answer in schedule.backend.answers.values():
