@@ -131,6 +131,8 @@ COMMAND = Command(
     examples=f"""
     # the controller of a run with one learner process and one engine
     areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}
+    # its learner process; all three run at the same time
+    areal-role --role=learner --index=0 --workdir=runs/roles {ROLES_OF_TINY}
     # its engine
     areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}
     """,

@@ -19,7 +19,7 @@ from tests.test_docs import PAGES
 ROOT = pathlib.Path(__file__).parents[2]
 COMMANDS = {command.program: command for command in find_commands()}
 BY_MODULE = {command.flags.__module__: command for command in COMMANDS.values()}
-BLOCK = re.compile(r'^```\w*\n(.*?)^```|((?:^    \S.*\n)+)', re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r'^ *```([^`\n]*)\n(.*?)^ *```|((?:^    \S[^\n]*\n)+)', re.DOTALL | re.MULTILINE)
 USERS = 'configs/tiny_cpu.py'  # stands in for a config file of the reader's own
 
 
@@ -68,10 +68,20 @@ def find_command(words):
 
 def list_words(text):
     """The commands in the blocks of a page, of any program; a form of the usage, with brackets, is no command."""
-    blocks = [fenced or indented for fenced, indented in BLOCK.findall(text)]
-    lines = [line.strip() for block in blocks for line in re.sub(r'\\\n\s*', ' ', block).splitlines()]
-    lines = [re.sub(r'\$\w+', '1', line) for line in lines]  # the variable of a loop
+    lines = [re.sub(r'\$\w+', '1', line) for line in list_lines(text)]  # the variable of a loop
     return [words for line in lines if not re.search(r'(^| )\[', line) for words in split_line(line)]
+
+
+def list_lines(text):
+    """The lines of a page for a shell: of blocks that are no code, after '$ ' in those with output."""
+    lines = []
+    for kind, fenced, indented in BLOCK.findall(text):
+        block = re.sub(r'\\\n\s*', ' ', fenced or indented).splitlines()
+        if kind == 'console':
+            lines += [line.removeprefix('$ ') for line in block if line.startswith('$ ')]
+        elif kind in ('', 'bash', 'text'):
+            lines += [line.strip() for line in block]
+    return lines
 
 
 def list_shown(text):
@@ -185,6 +195,8 @@ def test_the_number_of_commands_that_are_parsed():
         ('so:\n\n    python -m areal_jax.main_report --workdir=runs/a\n\nand `areal-train`\n', [('areal-report', 1)]),
         ('```bash\nfor n in 0 1; do\n  areal-train --config=a.py --workdir=r/$n\ndone\n```\n', [('areal-train', 2)]),
         ('```text\nareal-plan --answers=N [--seed=N]\nls runs\n```\n', []),
+        ('```console\n$ areal-runs runs\nareal-runs prints\n```\n', [('areal-runs', 1)]),
+        ('```python my_task.py\na\n```\nareal-runs b\n   ```bash\n   areal-runs c\n   ```\n', [('areal-runs', 1)]),
     ],
 )
 def test_what_is_a_command_of_a_page(text, found):
