@@ -13,6 +13,7 @@ from areal_jax.checkpoint.store import Follower
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.counting import UpdatePrice, data_metrics
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
+from areal_jax.rollout.window_blocks import WindowSizes
 from areal_jax.telemetry import names
 from areal_jax.types import (
     NOT_GENERATED,
@@ -211,7 +212,8 @@ class CountBackend:
       jumps: whether `generate` returns a Jump, which the simulated clock finishes, instead of one dispatch.
     """
 
-    records_context, windows = False, None
+    records_context = False
+    windows: WindowSizes | None = None
     sampling = SamplingSupport(vocab_size=2**31 - 1, cuts=True, adjusts=False, stop_tokens=4, biased_tokens=0)
 
     def __init__(
