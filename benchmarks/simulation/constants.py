@@ -70,6 +70,10 @@ CHANGES: tuple[Change, ...] = (
         '2026-11-28', 'Snowball shape', 'none: the nine wall times of marin were not simulated', 'an assumption',
         'a published row without an error says nothing', 'no other row uses it', 'df33c0275d57',
     ),
+    Change(
+        '2026-12-01', 'shapes', 'no windows', 'window and bytes in layers with a window, 0 for every shape here',
+        'layers with a window hold less of the cache', 'no row has such a model: equal', 'caa4845a7b42',
+    ),
 )  # fmt: skip
 
 # What engines and trainers reach.
