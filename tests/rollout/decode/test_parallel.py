@@ -109,7 +109,7 @@ def programs(engine, params):
     params = engine.prepare(params)
     yield engine.lower_generate(params, 5).compile()
     yield engine.lower_prefill(params, engine.declared_prefills[-1]).compile()
-    yield engine.copy_program.lower(engine.initial_state(), *np.zeros((2, 8), np.int32)).compile()
+    yield engine.copy_program.lower(engine.initial_state(), *engine.no_copies()).compile()
 
 
 def test_no_program_moves_the_cache_or_weights_between_devices(engines):
