@@ -274,7 +274,6 @@ CALLERS = {
     'rollout/http/server/bridge.py': 'require_place',
     'tasks/task.py': None,  # questions of tasks, as user and system turns: no tools
     'text/tokenizer.py': None,  # the tokenizers themselves
-    'text/file_tokenizers.py': None,
 }
 
 
