@@ -37,7 +37,6 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import defines, parse_command, require_workdir
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.sweep.arms import (
-        COMPILED,
         Runner,
         measure_arm,
         note_sweep,
@@ -75,7 +74,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     lock = DirectoryLock(workdir)
     try:
         note_sweep(workdir, command.source, arms)
-        runner = Runner(pending, values.jobs or 1, workdir / COMPILED, read_state, measure_arm)
+        runner = Runner(pending, values.jobs or 1, workdir, read_state, measure_arm)
         runner.run(interrupts)
         results = write_results(command.source, arms, workdir)
         return _end({arm.name for arm in selected}, results, workdir, runner.is_stopping)

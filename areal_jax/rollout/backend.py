@@ -251,11 +251,9 @@ class DecodeBackend(Protocol):
         """
         ...
 
-    def copy(
-        self, state: State, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
-    ) -> State:
-        """Returns the state with the content of sources[i] copied to targets[i], for every i in this order.
+    def copy(self, state: State, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = ()) -> State:
+        """Returns the state with the content of each block `source` copied to `target`, (source, target) in order.
 
-        `parts` are (source, target) in the pool of the layers with a window; the other layers copy the blocks.
+        `parts` are the same in the pool of the layers with a window; the other layers copy the blocks.
         """
         ...

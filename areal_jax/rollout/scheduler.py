@@ -326,8 +326,9 @@ class Scheduler:
             if isinstance(one.target, Prefix) and one.piece.span.stop == len(one.target.tokens)
         ]
         after = [one for one in unready if not _cached(one).is_attached and _cached(one).prefix in completed]
+        targets = [one.target for one in pieces]
         for running in (*before, *after):
-            if (cached := _cached(running)) not in [one.target for one in pieces]:
+            if (cached := _cached(running)) not in targets:
                 prompt = len(running.request.prompt_tokens) - 1
                 self.cache.hold(cached, prompt, prompt)
         named = tuple(

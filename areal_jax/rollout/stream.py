@@ -371,7 +371,4 @@ def _read_context(backend: DecodeBackend, state: State, row: DecodeRow) -> Colum
 def _copy(
     backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]], part_copies: Sequence[tuple[int, int]]
 ) -> State:
-    if not copies and not part_copies:
-        return state
-    sources, targets = [source for source, _ in copies], [target for _, target in copies]
-    return backend.copy(state, sources, targets, part_copies)
+    return backend.copy(state, copies, part_copies) if copies or part_copies else state

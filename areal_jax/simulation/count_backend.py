@@ -279,9 +279,7 @@ class CountBackend:
     def read_context(self, state: int, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
         return {}
 
-    def copy(
-        self, state: int, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
-    ) -> int:
+    def copy(self, state: int, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = ()) -> int:
         return state
 
 

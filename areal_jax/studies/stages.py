@@ -18,7 +18,6 @@ from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
 from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.sweep.arms import (
-    COMPILED,
     TRAINER,
     Arm,
     ArmState,
@@ -366,7 +365,7 @@ class ProgramSweep:
         pending = [program for program in self._programs if not program.read_state().is_finished]
         for program in pending:
             program.write_list()
-        runner = Runner(pending, self._jobs, self._workdir / COMPILED, lambda program: program.read_state())
+        runner = Runner(pending, self._jobs, self._workdir, lambda program: program.read_state())
         runner.run(interrupts)
         files.write_text(self._workdir / SCORES, render_scores(_read_scores(self.arms)))
         print(self._workdir / SCORES, flush=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.sweep.arms import COMPILED, Arm, Job, Runner, read_state
+from areal_jax.app.sweep.arms import Arm, Job, Runner, read_state
 from areal_jax.config import flatten
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
@@ -131,7 +131,7 @@ class Study:
         print(f'{stage.name}: {len(programs)} programs and {len(runs)} runs are left', flush=True)
         if self._run_programs(programs, self._jobs or self._plan.jobs, interrupts):
             return True
-        runner = Runner(runs, self._jobs or self._plan.natural.jobs, self._workdir / COMPILED, read_state)
+        runner = Runner(runs, self._jobs or self._plan.natural.jobs, self._workdir, read_state)
         runner.run(interrupts)
         if runner.is_stopping:
             return True
@@ -142,7 +142,7 @@ class Study:
     def _run_programs(self, programs: Sequence[Program], jobs: int, interrupts: Interrupts) -> bool:
         for program in programs:
             program.write_list()
-        runner = Runner(programs, jobs, self._workdir / COMPILED, lambda program: program.read_state())
+        runner = Runner(programs, jobs, self._workdir, lambda program: program.read_state())
         runner.run(interrupts)
         return runner.is_stopping
 

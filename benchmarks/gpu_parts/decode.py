@@ -124,7 +124,7 @@ class Decoding:
         self._compute([self.prompt[:-1]])
         held = -(-(self._case.prompt_tokens - 1) // BLOCK_TOKENS)
         for own in self._blocks[1:]:
-            self._state = backend.copy(self._state, first[:held], own[:held])
+            self._state = backend.copy(self._state, [*zip(first[:held], own[:held], strict=True)])
         jax.block_until_ready(self._state)
 
     def rebuild(self) -> int:

@@ -152,7 +152,7 @@ def generate_all(backend, weights, requests):
     pieces = [PrefillPiece(requests[i].prompt_tokens[:-1], 0, blocks[i]) for i in firsts]
     state = backend.prefill(weights, backend.initial_state(), pieces)
     copies = [(blocks[first][0], blocks[first + sample][0]) for first in firsts for sample in (1, 2, 3)]
-    state = backend.copy(state, *zip(*copies, strict=True))
+    state = backend.copy(state, copies)
     sequences, logprobs = [r.prompt_tokens.tolist() for r in requests], [[] for _ in requests]
     live, limit = list(range(len(requests))), 5 + requests[0].sampling.max_new_tokens  # prompts have 5 tokens
     while live:

@@ -351,7 +351,7 @@ def _count_updates(arm: Arm) -> int:
     return len(re.findall(rb'\}\n', path.read_bytes()))
 
 
-COMPILED = 'compiled'  # directory of compiled programs, inside the sweep's
+COMPILED = 'compiled'  # directory of the sweep in which arms share compiled programs
 _LOOK_S = 0.1  # between two polls of the processes
 _SHOW_S = 2.0  # between two updates of the bar, which read files of the arms
 _MOST_STARTS = 3  # of an arm that a signal ends, in all
@@ -415,7 +415,7 @@ class Runner(Generic[AnyJob]):
 
     Args:
       jobs: the number of arms that run at a time.
-      compiled: the directory in which arms share compiled programs.
+      workdir: of the sweep.
       read_state: returns the progress of an arm, from its files.
       measure: returns the share of an arm that is done, for the bar of a terminal.
     """
@@ -424,13 +424,13 @@ class Runner(Generic[AnyJob]):
         self,
         arms: Sequence[AnyJob],
         jobs: int,
-        compiled: pathlib.Path,
+        workdir: pathlib.Path,
         read_state: Callable[[AnyJob], ArmState],
         measure: Callable[[AnyJob], float] = lambda arm: 0.0,
     ):
         self._waiting = collections.deque(arms)
         self._starts = collections.Counter[str]()
-        self._count, self._jobs, self._compiled = len(arms), jobs, compiled
+        self._count, self._jobs, self._compiled = len(arms), jobs, workdir / COMPILED
         self._running: list[RunningArm[AnyJob]] = []
         self._read_state, self._measure = read_state, measure
         self._bar, self._shown_s = Bar(), 0.0

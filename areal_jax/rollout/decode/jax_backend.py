@@ -408,12 +408,10 @@ class JaxDecodeBackend:
     def copy(
         self,
         state: EngineState,
-        sources: Sequence[int],
-        targets: Sequence[int],
+        copies: Sequence[tuple[int, int]],
         parts: Sequence[tuple[int, int]] = (),
     ) -> EngineState:
-        pairs = [*zip(sources, targets, strict=True)]
-        for some, some_parts in itertools.zip_longest(_cut(pairs), _cut(parts), fillvalue=()):
+        for some, some_parts in itertools.zip_longest(_cut(copies), _cut(parts), fillvalue=()):
             first, last, of_parts = self.no_copies()
             for index, copy in enumerate(some):
                 first[index], last[index] = copy

@@ -279,7 +279,7 @@ def test_a_copied_block_continues_like_its_source():
     )
     own = [decoding.free.pop() for _ in decoding.sequences[0].blocks[2:]]
     decoding.sequences[1].blocks = decoding.sequences[0].blocks[:2] + own
-    decoding.state = one.copy(decoding.state, [decoding.sequences[0].blocks[2]], own[:1])
+    decoding.state = one.copy(decoding.state, [(decoding.sequences[0].blocks[2], own[0])])
     decoding.finish()
     apart = {name: finished({0: request(0, name, prompt=prompt)}).results()[0] for name in range(2)}
     assert decoding.results() == apart
@@ -288,7 +288,7 @@ def test_a_copied_block_continues_like_its_source():
 def test_many_blocks_are_copied_at_once():
     one = build(cache_blocks=40)
     state = poison(one.initial_state(), [2])
-    state = one.copy(state, [2] * 19, range(10, 29))
+    state = one.copy(state, [(2, target) for target in range(10, 29)])
     for leaf in jax.tree.leaves(state):
         assert np.flatnonzero(np.isnan(leaf).reshape(len(leaf), -1).all(axis=1)).tolist() == [2, *range(10, 29)]
 
@@ -297,7 +297,7 @@ def test_states_are_donated():
     one = backend()
     params, state = one.prepare(weights()), one.initial_state()
     prefilled = one.prefill(params, state, [PrefillPiece(PROMPT[:-1], 0, [3])])
-    copied = one.copy(prefilled, [3], [7])
+    copied = one.copy(prefilled, [(3, 7)])
     one.generate(params, copied, [DecodeRow(request(), 5, 4, 17, [7, 1, 2])], 1)
     for donated in (state, prefilled, copied):
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
@@ -356,7 +356,7 @@ def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(com
         decoding.cancel(1)
         decoding.decode(2)
         decoding.start({1: request(prompt=np.arange(15), new=2)})
-        decoding.state = fresh.copy(decoding.state, [3], [4])
+        decoding.state = fresh.copy(decoding.state, [(3, 4)])
         decoding.decode(1)
 
     use(initial)

@@ -53,7 +53,7 @@ def use(engine, weights_of):
         shared, request=request(0, 1, prompt=PROMPT), tokens=PROMPT.tolist(), blocks=shared.blocks[:2] + own,
         logprobs=[], sampling_logprobs=[],
     )  # fmt: skip
-    decoding.state = engine.copy(decoding.state, shared.blocks[2:3], own[:1])
+    decoding.state = engine.copy(decoding.state, [(shared.blocks[2], own[0])])
     decoding.decode(3)
     decoding.params = engine.prepare(weights_of(1))
     decoding.rebuild(*(name for name, sequence in decoding.sequences.items() if sequence.live))

@@ -130,15 +130,16 @@ class Recorder:
             self.occurred['prefill behind cached positions'] += piece.start > 0
         return self.inner.prefill(prepared.params, self._spoil(state), pieces)
 
-    def copy(self, state, sources, targets, parts=()):
+    def copy(self, state, copies, parts=()):
+        sources, targets = [source for source, _ in copies], [target for _, target in copies]
         assert all(self.table.pool.count(block) == 1 for block in targets)
         state = self._spoil(state, [source for source, _ in parts])
         for source, target in parts:
             self.parts[target] = self.parts[source]
         for array in (self.versions, self.tokens):
-            array[list(targets)] = array[list(sources)]
+            array[targets] = array[sources]
         self.occurred['block copied'] += len(targets)
-        return self.inner.copy(state, sources, targets, parts)
+        return self.inner.copy(state, copies, parts)
 
     def generate(self, prepared, state, rows, steps):
         state, output = self.inner.generate(prepared.params, self._spoil(state), rows, steps)

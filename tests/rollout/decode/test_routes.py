@@ -79,7 +79,7 @@ def test_copied_blocks_have_their_routes():
     engine = build(decoder=MIXED, records_routes=True)
     weights, state = engine.prepare(PARAMS), engine.initial_state()
     state = engine.prefill(weights, state, [PrefillPiece(np.asarray(PROMPT), 0, [0, 1])])
-    state = engine.copy(state, [1], [5])
+    state = engine.copy(state, [(1, 5)])
     first = engine.read_context(state, [0, 1], len(PROMPT) + 1)[ROUTED_EXPERTS.name]
     copied = engine.read_context(state, [0, 5], len(PROMPT) + 1)[ROUTED_EXPERTS.name]
     np.testing.assert_array_equal(copied, first)

@@ -40,7 +40,7 @@ class HostBackend:
     def prefill(self, weights, state, pieces):
         return state
 
-    def copy(self, state, sources, targets, parts=()):
+    def copy(self, state, copies, parts=()):
         return state
 
     def generate(self, weights, state, rows, steps):

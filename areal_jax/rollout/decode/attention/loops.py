@@ -100,21 +100,8 @@ class BlocksFirst:
         return tuple(side.at[targets].set(side[sources]) for side in layer)
 
 
-# Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
-#
-# The reference for the other implementations, and the fallback for hardware without one. Shapes as in
-# CacheAttention, with S = M * T positions of a table row.
-
-
-MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
-
-
-@dataclasses.dataclass(frozen=True)
-class GatherAttention(BlocksFirst):
-    """CacheAttention by a gather; keys and values of a layer are [blocks, K, T, D]."""
-
-    table_blocks: int  # M of the tables: `attend` reads all M blocks
-    name = 'gather'
+class HeadsFirst(BlocksFirst):
+    """A layout of keys and values, each [blocks, K, T, D]."""
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         shape = (blocks, heads, block_tokens, head_dim)
@@ -126,6 +113,23 @@ class GatherAttention(BlocksFirst):
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, v = (side[blocks].swapaxes(1, 2) for side in layer)  # [C, T, K, D]
         return k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
+
+
+# Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
+#
+# The reference for the other implementations, and the fallback for hardware without one. Shapes as in
+# CacheAttention, with S = M * T positions of a table row.
+
+
+MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherAttention(HeadsFirst):
+    """CacheAttention by a gather."""
+
+    table_blocks: int  # M of the tables: `attend` reads all M blocks
+    name = 'gather'
 
     def attend(
         self,

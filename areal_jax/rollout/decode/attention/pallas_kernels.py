@@ -26,7 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from areal_jax.rollout.decode.attention.loops import BlocksFirst, LayerCache, Sums, finish, join
+from areal_jax.rollout.decode.attention.loops import BlocksFirst, HeadsFirst, LayerCache, Sums, finish, join
 
 _TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much again
 _MOST_TILE_TOKENS = 64
@@ -252,10 +252,10 @@ class PallasTpuAttention(BlocksFirst):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadMajorTpuAttention(BlocksFirst):
-    """loops.CacheAttention with sinks by our kernel; keys and values of a layer are [blocks, K, T, D'].
+class HeadMajorTpuAttention(HeadsFirst):
+    """loops.CacheAttention with sinks by our kernel; heads are padded to whole lanes.
 
-    D' is the size of a head padded to whole lanes. Only pages with a visible position are read.
+    Only pages with a visible position are read.
 
     Args:
       head_dim: D of the model.
@@ -267,21 +267,15 @@ class HeadMajorTpuAttention(BlocksFirst):
     name = 'pallas_tpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
-        shape = (blocks, heads, block_tokens, padded_lanes(head_dim))
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return super().empty(blocks, heads, block_tokens, padded_lanes(head_dim), dtype)
 
     def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
-        return tuple(
-            pages.at[blocks, :, offsets].set(_pad_dim(new, pages.shape[-1]))
-            for pages, new in zip(layer, (k, v), strict=True)
-        )
+        k, v = (_pad_dim(new, layer[0].shape[-1]) for new in (k, v))
+        return super().write(layer, k, v, blocks, offsets)
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = (
-            pages[blocks].swapaxes(1, 2).reshape(-1, pages.shape[1], pages.shape[3])[..., : self.head_dim]
-            for pages in layer
-        )
-        return k, v
+        k, v = super().read(layer, blocks)
+        return k[..., : self.head_dim], v[..., : self.head_dim]
 
     def attend(
         self,
