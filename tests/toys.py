@@ -128,13 +128,14 @@ class ToyBackend:
         return new
 
     def copy(
-        self, state: ToyCache, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
+        self, state: ToyCache, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = ()
     ) -> ToyCache:
         assert not parts
-        assert len(sources) == len(targets) == len(set(targets))
+        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
+        assert len(targets) == len(set(targets))
         new = _donate(state)
         for array in (new.versions, new.tokens):
-            array[list(targets)] = array[list(sources)]
+            array[targets] = array[sources]
         return new
 
     def read_context(self, state: ToyCache, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
