@@ -62,6 +62,12 @@ def mesh_of(layout: LearnerLayout, devices: Sequence[jax.Device] | None = None) 
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def nearest_device(mesh: Mesh) -> jax.Device:
+    """The first device of the mesh that this process has; the first of all if it has none."""
+    own = set(jax.local_devices())
+    return next((device for device in mesh.devices.flat if device in own), mesh.devices.flat[0])
+
+
 # The devices of the learner and of each engine, from `cluster.learner` and `cluster.engines`.
 #
 # app/ gives the learner its mesh and each engine its devices; config/cluster.py has the sizes.
