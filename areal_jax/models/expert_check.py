@@ -63,7 +63,7 @@ def find_fault(mix: Mixer, device: jax.Device, demand: Demand) -> str:
     """What is wrong with a mixer on a device of this process: it does not run, is wrong or is dense; '' = nothing."""
     try:
         wrong = _find_wrong_value(mix, device, demand.dtype)
-        return wrong or _find_waste(measure_cost(mix, device, demand), demand)
+        return wrong or find_waste(measure_cost(mix, device, demand), demand)
     except Exception as error:  # kernels of accelerators fail in many ways
         return f'do not run here: {error or type(error).__name__}'
 
@@ -131,7 +131,8 @@ def measure_cost(mix: Mixer, device: jax.Device, demand: Demand) -> Cost:
     return Cost(tokens, compiled.memory_analysis().temp_size_in_bytes, operations, needed)
 
 
-def _find_waste(cost: Cost, demand: Demand) -> str:
+def find_waste(cost: Cost, demand: Demand) -> str:
+    """What is too much in a cost: temporaries or arithmetic; '' = nothing."""
     allowed = _ALLOWED_BYTES * cost.tokens * demand.per_token * (demand.d + demand.width)
     allowed *= jnp.dtype(demand.dtype).itemsize
     case = f'for {cost.tokens:,} tokens and {demand.count} experts'

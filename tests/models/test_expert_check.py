@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from areal_jax.models import expert_check
-from areal_jax.models.expert_check import Demand, choose_checked_mixer, find_fault, measure_cost
+from areal_jax.models.expert_check import Demand, choose_checked_mixer, find_fault, find_waste, measure_cost
 from areal_jax.models.expert_products import mix_blocks, mix_grouped, mixers_for
 from areal_jax.models.grouped.products import Hardware
 
@@ -34,14 +34,15 @@ def test_the_check_passes_what_is_right_and_not_dense(dtype, cost, monkeypatch):
     assert find_fault(mix_ragged, CPU, DEMAND._replace(dtype=dtype)) == ''
 
 
-def test_a_dense_product_is_rejected_by_its_bytes_and_by_its_operations(cost, monkeypatch):
-    monkeypatch.setattr(expert_check, '_find_wrong_value', lambda *_: '')
-    monkeypatch.setattr(expert_check, 'measure_cost', lambda *_: cost)
-    said = 'need 0.00479 GB of temporaries for 2,048 tokens and 4 experts, allowed are 0.00197'
-    assert find(mix_ragged) == said.replace('0.00479', f'{cost.temporaries / 1e9:.3g}')
-    monkeypatch.setattr(expert_check, 'measure_cost', lambda *_: cost._replace(temporaries=0))
+def test_a_dense_product_is_rejected_by_its_bytes_and_by_its_operations(cost):
+    bytes_said = (
+        f'need {cost.temporaries / 1e9:.3g} GB of temporaries for 2,048 tokens and 4 experts, allowed are 0.00197'
+    )
+    assert find_waste(cost, DEMAND) == bytes_said
     said = 'times what their formula needs for 2,048 tokens and 4 experts, allowed are 1.2'
-    assert find(mix_ragged) == f'compute {cost.operations / cost.needed:.3g} {said}'
+    small = cost._replace(temporaries=0)
+    assert find_waste(small, DEMAND) == f'compute {cost.operations / cost.needed:.3g} {said}'
+    assert find_waste(small._replace(operations=1.2 * cost.needed), DEMAND) == ''
 
 
 def find(mix):
