@@ -35,6 +35,9 @@ from tests.test_docs import PAGES
 
 SECONDS = 1800  # of one command, on a machine that does other things too
 FEW = '--config.evaluation.problems=2 --config.evaluation.samples=1'
+FEW_PASSES = (  # a command runs its programs a few times: most of its time would be passes of LLVM
+    '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+)
 ANY_REWARD = '--config.learner.filter_equal_rewards=False'  # a drawn model gets none
 
 
@@ -246,7 +249,7 @@ class Reader:
             self.world.fill_hub()
         variables = self.world.variables | dict(step.variables)
         if devices := max((change.devices for change in step.changes), default=0):
-            variables['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
+            variables['XLA_FLAGS'] += f' --xla_force_host_platform_device_count={devices}'
         if '--push' in step.line:
             variables['HF_ENDPOINT'] = variables['PUSHED_TO']
         running = Running(words, self.cwd, variables)
@@ -332,7 +335,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with serving({}) as stub, hub.serving_hub() as pushed:
         yield World(folder / 'given', kept | {
             'PYTHONPATH': f'{folder}:{ROOT}', 'HF_HOME': str(folder / 'hf'), 'HF_ENDPOINT': stub.address,
-            'HF_TOKEN': hub.TOKEN, 'PUSHED_TO': pushed.url,
+            'HF_TOKEN': hub.TOKEN, 'PUSHED_TO': pushed.url, 'XLA_FLAGS': FEW_PASSES,
         }, stub)  # fmt: skip
 
 
