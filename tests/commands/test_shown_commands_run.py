@@ -206,6 +206,7 @@ class World:
         )
         kept = self.given / str(place)
         if not kept.exists():
+            remove(self.given / f'{place}.made')  # of a page before this, which failed
             maker = Reader(self, self.given / f'{place}.made')
             maker.do(Step(tuple(shlex.split(command.format(name))), command.partition(' ')[0]))
             (maker.cwd / name).rename(kept)
