@@ -249,8 +249,10 @@ class Reader:
         if 'hf:' in step.line or 'configs/clusters' in step.line:
             self.world.fill_hub()
         variables = self.world.variables | dict(step.variables)
+        flags = [FEW_PASSES, variables.get('XLA_FLAGS', '')]
         if devices := max((change.devices for change in step.changes), default=0):
-            variables['XLA_FLAGS'] += f' --xla_force_host_platform_device_count={devices}'
+            flags.append(f'--xla_force_host_platform_device_count={devices}')
+        variables['XLA_FLAGS'] = ' '.join(flags)
         if '--push' in step.line:
             variables['HF_ENDPOINT'] = variables['PUSHED_TO']
         running = Running(words, self.cwd, variables)
@@ -336,7 +338,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with serving({}) as stub, hub.serving_hub() as pushed:
         yield World(folder / 'given', kept | {
             'PYTHONPATH': f'{folder}:{ROOT}', 'HF_HOME': str(folder / 'hf'), 'HF_ENDPOINT': stub.address,
-            'HF_TOKEN': hub.TOKEN, 'PUSHED_TO': pushed.url, 'XLA_FLAGS': FEW_PASSES,
+            'HF_TOKEN': hub.TOKEN, 'PUSHED_TO': pushed.url,
         }, stub)  # fmt: skip
 
 
