@@ -84,8 +84,10 @@ CHANGES = (
     Change(f'{TRAINS}{NEW}', '16 to 229 updates', add='--config.run.steps=3'),
     Change(f'{ROLES}{NEW}', '200 updates', add='--config.run.steps=3'),
     Change('steps=198 .*blocks=3', '198 updates', add='--config.run.steps=6'),
+    Change('quickstart.* --resume', '8 further updates', add='--config.run.steps=10'),
+    Change('remainders.py', '16 updates', add='--config.run.steps=3'),
     Change(TRAINS + r'(?!\S*sft)\S*(quickstart|arithmetic|code.py|shop|my_config)', 'no rewards', add=ANY_REWARD),
-    Change(f'{TRAINS}(?!{SUPERVISED})(?!.*problems=)', '4 to 96 problems', add=FEW),
+    Change(f'{TRAINS}(?!{SUPERVISED})(?!.*problems=(?!32))', '4 to 96 problems', add=FEW),
     Change(
         f'{TRAINS}{SUPERVISED}',
         '8 to 64 problems',
@@ -110,7 +112,7 @@ GIVEN = {  # by the first pattern that matches a name; {} is that name
     r'runs/quickstart_eval': f'areal-eval --config=configs/quickstart.py --workdir={{}} {FEW}',
     r'runs/mixture': 'areal-train --config=configs/mixture.py --workdir={} --config.run.steps=3',
     r'runs/(quickstart|gsm8k_sft|one|two|three)': (
-        f'areal-train --config=configs/quickstart.py --workdir={{}} {ANY_REWARD} {FEW} --config.run.steps=16'
+        f'areal-train --config=configs/quickstart.py --workdir={{}} {ANY_REWARD} {FEW} --config.run.steps=8'
     ),
     r'': (
         'areal-train --config=configs/tiny_cpu.py --workdir={} --config.run.steps=20 --config.checkpoint.every=20 '
