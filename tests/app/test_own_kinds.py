@@ -1,11 +1,10 @@
-"""A kind of server and a channel that nothing but one file of a user knows, each used by a whole run."""
+"""A channel that nothing but one file of a user knows, used by a whole run; servers: parts/test_server_builder.py."""
 
 from __future__ import annotations
 
 import json
 
 from areal_jax.app.workdir.records import OWN_CODE as FILE
-from tests.app.parts.test_server_builder import OWN, check_whole, finish, launch
 from tests.app.small import SmallRun, equal
 
 CHANNEL = """
@@ -34,21 +33,6 @@ class HostChannel:
 def build():
     return ChannelKind('host', lambda parts: HostChannel(), reaches_processes=False)
 """
-SERVER = """
-import pathlib
-
-from areal_jax.config.kinds import OWN, ClientKind, ServerKind
-from areal_jax.rollout.http.clients.own import connect
-
-def connect_noted(parts):
-    with open(pathlib.Path(__file__).with_name('connected'), 'a') as file:
-        print(parts.entry.name, file=file)
-    return connect(parts)
-
-def build():
-    client = ClientKind('own', connect_noted)
-    return ServerKind('noted', (client,), launch=OWN.launch, has_own_engines=True, keeps_kv=True, reads=OWN.reads)
-"""
 
 
 def test_a_run_with_a_channel_of_ones_own_equals_one_without(tmp_path):
@@ -62,12 +46,3 @@ def test_a_run_with_a_channel_of_ones_own_equals_one_without(tmp_path):
     assert channel.received >= 5  # the first version and each update
     assert list(channel.held) == [5]
     assert json.loads((tmp_path / 'own' / FILE).read_text())['publication.channel']['function'] == spec
-
-
-def test_a_run_with_servers_of_a_kind_of_ones_own(tmp_path):
-    (tmp_path / 'server.py').write_text(SERVER)
-    flags = [f'--config.rollout.server={tmp_path}/server.py:build', '--config.run.steps=3']
-    process = launch(tmp_path / 'run', *flags)
-    check_whole(*finish(process, tmp_path / 'run'), 3)
-    assert set((tmp_path / 'connected').read_text().split()) == {'0'}
-    assert '--config.rollout.server=own' in OWN  # the flag given here stands behind it and counts

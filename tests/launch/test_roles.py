@@ -110,7 +110,7 @@ def test_an_exporter_comes_back_alone_and_may_finish_its_work(tmp_path):
     assert not is_alive(exporter)
 
 
-@pytest.mark.parametrize('lost', ['controller-0', 'learner-0', 'learner-1'])
+@pytest.mark.parametrize('lost', ['controller-0', pytest.param('learner-0', marks=pytest.mark.slow), 'learner-1'])
 def test_controller_and_learners_start_again_together_and_engines_serve_on(tmp_path, lost):
     with Roles(tmp_path) as run:
         before = run.await_starts()

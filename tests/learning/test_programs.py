@@ -95,8 +95,8 @@ def unpacked(params):
     ('mode', 'row_tokens', 'rows_per_microbatch'),
     [
         ('ordinary', 14, 1),  # at most one or two trajectories a row
-        ('ordinary', 40, 2),
-        ('shared_prompt', 24, 1),  # some groups are split over rows
+        pytest.param('ordinary', 40, 2, marks=pytest.mark.slow),
+        pytest.param('shared_prompt', 24, 1, marks=pytest.mark.slow),  # some groups are split over rows
         ('shared_prompt', 48, 3),
     ],
 )
@@ -291,7 +291,13 @@ def test_an_equal_learner_compiles_nothing(kind):
 
 
 @pytest.mark.parametrize(
-    'changed', [{'clip_epsilon': 0.3}, {'mesh': (1, 2)}, {'optimizer': 'lion'}, {'lora': Lora(1, 4.0, ('query',))}]
+    'changed',
+    [
+        {'clip_epsilon': 0.3},
+        pytest.param({'mesh': (1, 2)}, marks=pytest.mark.slow),
+        {'optimizer': 'lion'},
+        pytest.param({'lora': Lora(1, 4.0, ('query',))}, marks=pytest.mark.slow),
+    ],
 )
 def test_another_learner_compiles_its_own(changed):
     learner, other = make_learner(), make_learner(**changed)

@@ -26,6 +26,24 @@ OWN = [
 ]  # fmt: skip
 
 
+# a kind of server that nothing but one file of a user knows
+NOTED = """
+import pathlib
+
+from areal_jax.config.kinds import OWN, ClientKind, ServerKind
+from areal_jax.rollout.http.clients.own import connect
+
+def connect_noted(parts):
+    with open(pathlib.Path(__file__).with_name('connected'), 'a') as file:
+        print(parts.entry.name, file=file)
+    return connect(parts)
+
+def build():
+    client = ClientKind('own', connect_noted)
+    return ServerKind('noted', (client,), launch=OWN.launch, has_own_engines=True, keeps_kv=True, reads=OWN.reads)
+"""
+
+
 def launch(workdir, *flags):
     command = [sys.executable, '-m', 'launch.local', *OWN, f'--workdir={workdir}', *flags]
     return subprocess.Popen(
@@ -55,9 +73,21 @@ def check_whole(events, metrics, steps):
     assert max(line.get('mismatch/max_abs', 0) for line in metrics) < 1e-4
 
 
-def test_a_run_trains_with_servers_of_its_own(tmp_path):
-    process = launch(tmp_path, f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared')
-    events, metrics = finish(process, tmp_path)
+@pytest.mark.parametrize('server', ['of a file', pytest.param('own', marks=pytest.mark.slow)])
+def test_a_run_trains_with_servers_of_its_own(tmp_path, server):
+    flags = [f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared']
+    if server == 'of a file':  # the flag stands behind the one for `own` and counts
+        (tmp_path / 'server.py').write_text(NOTED)
+        flags.append(f'--config.rollout.server={tmp_path}/server.py:build')
+    process = launch(tmp_path / 'run', *flags)
+    check_trained(tmp_path / 'run', process)
+    if server == 'of a file':
+        assert set((tmp_path / 'connected').read_text().split()) == {'0', '1'}
+    assert read_scores(tmp_path / 'run') == read_scores(train_in_process(tmp_path / 'in_process'))
+
+
+def check_trained(workdir, process):
+    events, metrics = finish(process, workdir)
     check_whole(events, metrics, STEPS)
     serving = [e['engine'] for e in events if e['kind'] == 'engine_state' and e['state'] == 'serving']
     routed = {event['engine'] for event in events if event['kind'] == 'route'}
@@ -72,8 +102,7 @@ def test_a_run_trains_with_servers_of_its_own(tmp_path):
         loads = [event['version'] for event in events if event['kind'] == 'load' and event['engine'] == engine]
         assert loads == sorted(set(loads))
         assert loads[-1] == STEPS
-    assert {entry.name for entry in read_registry(tmp_path)} == {'0', '1'}
-    assert read_scores(tmp_path) == read_scores(train_in_process(tmp_path / 'in_process'))
+    assert {entry.name for entry in read_registry(workdir)} == {'0', '1'}
 
 
 def train_in_process(workdir):
