@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -196,10 +197,11 @@ def test_hundreds_of_workdirs_take_seconds_and_no_jax(tmp_path: pathlib.Path):
     program = (
         'import sys\nfrom areal_jax import main_runs\nmain_runs.main(sys.argv[1:])\nassert "jax" not in sys.modules'
     )
-    began = time.monotonic()
+    before = os.times()
     done = subprocess.run([sys.executable, '-c', program, str(tmp_path)], capture_output=True, text=True, check=True)
+    after = os.times()
     assert done.stdout.splitlines()[-1] == '200 runs: 100 finished, 100 killed'
-    assert time.monotonic() - began < 5  # 0.2 s and the start of Python; more where others use the machine
+    assert after.children_user - before.children_user < 3  # of a processor: others may use the machine
 
 
 def test_what_is_inside_a_workdir_is_not_listed(tmp_path: pathlib.Path):
