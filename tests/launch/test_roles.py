@@ -199,6 +199,7 @@ def test_a_learner_whose_heart_stops_is_killed_and_all_start_again(tmp_path):
     assert 'learner-1 has given no sign of life for a long time: it is killed' in output
 
 
+@pytest.mark.slow
 def test_a_learner_that_hangs_before_it_registers_is_killed_and_all_start_again(tmp_path, monkeypatch):
     monkeypatch.setenv('STAND_IN_REGISTER_S', '2')
     with Roles(tmp_path, learner_1={'hangs': True}) as run:

@@ -192,6 +192,9 @@ _KINDS = {
 }
 
 
+_QUICK_KINDS = [pytest.param(k, marks=[pytest.mark.slow] if k in ('float32', 'scan') else []) for k in _KINDS]
+
+
 @pytest.fixture(autouse=True)
 def _keeps_nothing(monkeypatch):
     """What other tests have compiled is compiled anew."""
@@ -218,7 +221,7 @@ def test_the_described_state_is_the_one_that_is_placed(kind):
     assert jax.tree.map(form, vars(described)) == jax.tree.map(form, vars(placed))
 
 
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', _QUICK_KINDS)
 def test_programs_compiled_ahead_are_those_of_the_updates(kind):
     """Two updates and a publication bring no new program, and change the weights like those of another learner."""
     ahead, other = make_learner(compile_ahead=True, **_KINDS[kind]), make_learner(**_KINDS[kind])
@@ -278,7 +281,7 @@ def test_a_learner_traces_ahead_and_compiles_from_when_it_may():
     assert not learner.programs.traced
 
 
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', _QUICK_KINDS)
 def test_an_equal_learner_compiles_nothing(kind):
     learner = make_learner(**_KINDS[kind])
     declared = learner.warm_up()

@@ -30,7 +30,7 @@ OWN = [
 NOTED = """
 import pathlib
 
-from areal_jax.config.kinds import OWN, ClientKind, ServerKind
+from areal_jax.config.kinds import OWN, ClientKind
 from areal_jax.rollout.http.clients.own import connect
 
 def connect_noted(parts):
@@ -39,8 +39,7 @@ def connect_noted(parts):
     return connect(parts)
 
 def build():
-    client = ClientKind('own', connect_noted)
-    return ServerKind('noted', (client,), launch=OWN.launch, has_own_engines=True, keeps_kv=True, reads=OWN.reads)
+    return OWN._replace(name='noted', clients=(ClientKind('own', connect_noted),))
 """
 
 
