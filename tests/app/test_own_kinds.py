@@ -1,10 +1,17 @@
-"""A channel that nothing but one file of a user knows, used by a whole run; servers: parts/test_server_builder.py."""
+"""A kind of server and a channel that nothing but one file of a user knows, each used by a whole run."""
 
 from __future__ import annotations
 
 import json
 
 from areal_jax.app.workdir.records import OWN_CODE as FILE
+from tests.app.parts.test_server_builder import (
+    OWN,
+    TWO_ENGINES,
+    check_trained,
+    launch,
+    require_scores_of_this_process,
+)
 from tests.app.small import SmallRun, equal
 
 CHANNEL = """
@@ -33,6 +40,20 @@ class HostChannel:
 def build():
     return ChannelKind('host', lambda parts: HostChannel(), reaches_processes=False)
 """
+SERVER = """
+import pathlib
+
+from areal_jax.config.kinds import OWN, ClientKind
+from areal_jax.rollout.http.clients.own import connect
+
+def connect_noted(parts):
+    with open(pathlib.Path(__file__).with_name('connected'), 'a') as file:
+        print(parts.entry.name, file=file)
+    return connect(parts)
+
+def build():
+    return OWN._replace(name='noted', clients=(ClientKind('own', connect_noted),))
+"""
 
 
 def test_a_run_with_a_channel_of_ones_own_equals_one_without(tmp_path):
@@ -46,3 +67,12 @@ def test_a_run_with_a_channel_of_ones_own_equals_one_without(tmp_path):
     assert channel.received >= 5  # the first version and each update
     assert list(channel.held) == [5]
     assert json.loads((tmp_path / 'own' / FILE).read_text())['publication.channel']['function'] == spec
+
+
+def test_a_run_with_servers_of_a_kind_of_ones_own(tmp_path):
+    (tmp_path / 'server.py').write_text(SERVER)
+    assert '--config.rollout.server=own' in OWN  # the flag given here stands behind it and counts
+    process = launch(tmp_path / 'run', *TWO_ENGINES, f'--config.rollout.server={tmp_path}/server.py:build')
+    check_trained(tmp_path / 'run', process)
+    assert set((tmp_path / 'connected').read_text().split()) == {'0', '1'}
+    require_scores_of_this_process(tmp_path)

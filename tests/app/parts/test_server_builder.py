@@ -24,23 +24,7 @@ OWN = [
     '--config.telemetry.tensorboard=False', '--config.telemetry.plots=False', '--config.run.export=False',
     '--config.evaluation.samples=8',
 ]  # fmt: skip
-
-
-# a kind of server that nothing but one file of a user knows
-NOTED = """
-import pathlib
-
-from areal_jax.config.kinds import OWN, ClientKind
-from areal_jax.rollout.http.clients.own import connect
-
-def connect_noted(parts):
-    with open(pathlib.Path(__file__).with_name('connected'), 'a') as file:
-        print(parts.entry.name, file=file)
-    return connect(parts)
-
-def build():
-    return OWN._replace(name='noted', clients=(ClientKind('own', connect_noted),))
-"""
+TWO_ENGINES = f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared'
 
 
 def launch(workdir, *flags):
@@ -72,20 +56,20 @@ def check_whole(events, metrics, steps):
     assert max(line.get('mismatch/max_abs', 0) for line in metrics) < 1e-4
 
 
-@pytest.mark.parametrize('server', ['of a file', pytest.param('own', marks=pytest.mark.slow)])
-def test_a_run_trains_with_servers_of_its_own(tmp_path, server):
-    flags = [f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared']
-    if server == 'of a file':  # the flag stands behind the one for `own` and counts
-        (tmp_path / 'server.py').write_text(NOTED)
-        flags.append(f'--config.rollout.server={tmp_path}/server.py:build')
-    process = launch(tmp_path / 'run', *flags)
+@pytest.mark.slow  # the quick one has a kind of its own for the same servers: app/test_own_kinds.py
+def test_a_run_trains_with_servers_of_its_own(tmp_path):
+    process = launch(tmp_path / 'run', *TWO_ENGINES)
     check_trained(tmp_path / 'run', process)
-    if server == 'of a file':
-        assert set((tmp_path / 'connected').read_text().split()) == {'0', '1'}
+    require_scores_of_this_process(tmp_path)
+
+
+def require_scores_of_this_process(tmp_path):
+    """Those before training are of a run without servers."""
     assert read_scores(tmp_path / 'run') == read_scores(train_in_process(tmp_path / 'in_process'))
 
 
 def check_trained(workdir, process):
+    """Two servers gave the answers, followed every version and stay registered."""
     events, metrics = finish(process, workdir)
     check_whole(events, metrics, STEPS)
     serving = [e['engine'] for e in events if e['kind'] == 'engine_state' and e['state'] == 'serving']
