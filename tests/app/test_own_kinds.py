@@ -5,13 +5,7 @@ from __future__ import annotations
 import json
 
 from areal_jax.app.workdir.records import OWN_CODE as FILE
-from tests.app.parts.test_server_builder import (
-    OWN,
-    TWO_ENGINES,
-    check_trained,
-    launch,
-    require_scores_of_this_process,
-)
+from tests.app.parts.test_server_builder import OWN, check_whole, finish, launch
 from tests.app.small import SmallRun, equal
 
 CHANNEL = """
@@ -43,7 +37,7 @@ def build():
 SERVER = """
 import pathlib
 
-from areal_jax.config.kinds import OWN, ClientKind
+from areal_jax.config.kinds import OWN, ClientKind, ServerKind
 from areal_jax.rollout.http.clients.own import connect
 
 def connect_noted(parts):
@@ -52,7 +46,8 @@ def connect_noted(parts):
     return connect(parts)
 
 def build():
-    return OWN._replace(name='noted', clients=(ClientKind('own', connect_noted),))
+    client = ClientKind('own', connect_noted)
+    return ServerKind('noted', (client,), launch=OWN.launch, has_own_engines=True, keeps_kv=True, reads=OWN.reads)
 """
 
 
@@ -71,8 +66,8 @@ def test_a_run_with_a_channel_of_ones_own_equals_one_without(tmp_path):
 
 def test_a_run_with_servers_of_a_kind_of_ones_own(tmp_path):
     (tmp_path / 'server.py').write_text(SERVER)
+    flags = [f'--config.rollout.server={tmp_path}/server.py:build', '--config.run.steps=3']
+    process = launch(tmp_path / 'run', *flags)
+    check_whole(*finish(process, tmp_path / 'run'), 3)
+    assert set((tmp_path / 'connected').read_text().split()) == {'0'}
     assert '--config.rollout.server=own' in OWN  # the flag given here stands behind it and counts
-    process = launch(tmp_path / 'run', *TWO_ENGINES, f'--config.rollout.server={tmp_path}/server.py:build')
-    check_trained(tmp_path / 'run', process)
-    assert set((tmp_path / 'connected').read_text().split()) == {'0', '1'}
-    require_scores_of_this_process(tmp_path)

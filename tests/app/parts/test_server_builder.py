@@ -24,7 +24,6 @@ OWN = [
     '--config.telemetry.tensorboard=False', '--config.telemetry.plots=False', '--config.run.export=False',
     '--config.evaluation.samples=8',
 ]  # fmt: skip
-TWO_ENGINES = f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared'
 
 
 def launch(workdir, *flags):
@@ -56,21 +55,9 @@ def check_whole(events, metrics, steps):
     assert max(line.get('mismatch/max_abs', 0) for line in metrics) < 1e-4
 
 
-@pytest.mark.slow  # the quick one has a kind of its own for the same servers: app/test_own_kinds.py
 def test_a_run_trains_with_servers_of_its_own(tmp_path):
-    process = launch(tmp_path / 'run', *TWO_ENGINES)
-    check_trained(tmp_path / 'run', process)
-    require_scores_of_this_process(tmp_path)
-
-
-def require_scores_of_this_process(tmp_path):
-    """Those before training are of a run without servers."""
-    assert read_scores(tmp_path / 'run') == read_scores(train_in_process(tmp_path / 'in_process'))
-
-
-def check_trained(workdir, process):
-    """Two servers gave the answers, followed every version and stay registered."""
-    events, metrics = finish(process, workdir)
+    process = launch(tmp_path, f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared')
+    events, metrics = finish(process, tmp_path)
     check_whole(events, metrics, STEPS)
     serving = [e['engine'] for e in events if e['kind'] == 'engine_state' and e['state'] == 'serving']
     routed = {event['engine'] for event in events if event['kind'] == 'route'}
@@ -85,7 +72,8 @@ def check_trained(workdir, process):
         loads = [event['version'] for event in events if event['kind'] == 'load' and event['engine'] == engine]
         assert loads == sorted(set(loads))
         assert loads[-1] == STEPS
-    assert {entry.name for entry in read_registry(workdir)} == {'0', '1'}
+    assert {entry.name for entry in read_registry(tmp_path)} == {'0', '1'}
+    assert read_scores(tmp_path) == read_scores(train_in_process(tmp_path / 'in_process'))
 
 
 def train_in_process(workdir):
