@@ -140,12 +140,13 @@ def check_program(learner: SpmdLearner, size: Size) -> int:
 
 
 def measure_methods(options: argparse.Namespace) -> Iterator[Row]:
+    methods = split_choices('methods', options.methods, METHODS)
     size = make_size(options.seed, small=options.small)
     decoder = Decoder(size.model)
     params = decoder.init(seed=0)
     groups = make_groups(make_work(decoder, params, size.work))
     defaults = {n: make_learner(size, decoder, params, make_objective(DEFAULT), n) for n in (1, MINIBATCHES)}
-    for method in split_choices('methods', options.methods, METHODS):
+    for method in methods:
         objective = make_objective(method)
         minibatches = MINIBATCHES if objective.trains_values else 1
         learner = make_learner(size, decoder, params, objective, minibatches)

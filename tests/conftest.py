@@ -35,6 +35,7 @@ if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', '')
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(__file__).parents[1] / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')  # else tests compile the same again
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None)  # hundreds of processes import the same modules
 os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')  # lines of code in programs: 3% of the time
 
 

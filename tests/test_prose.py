@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import pathlib
 import re
@@ -20,6 +21,7 @@ MOST_IN_CODE, MOST_IN_PAGES = 1.5, 6.0  # turns in a thousand lines
 GENERATED = ('config.md', 'commands.md')  # made from texts of the code
 
 
+@functools.cache
 def list_docstrings(source: str) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))

@@ -287,7 +287,9 @@ def read_as_lines(run):
     return [json.dumps(event) for event in run.log.events]
 
 
-@pytest.mark.parametrize('give', ['messages', 'tools', 'a wish'])
+@pytest.mark.parametrize(
+    'give', [pytest.param('messages', marks=pytest.mark.slow), 'tools', pytest.param('a wish', marks=pytest.mark.slow)]
+)
 def test_a_call_that_no_context_holds_costs_a_short_line_and_the_run_replays(monkeypatch, give):
     monkeypatch.setattr(rig, 'LIMITS', Limits(body_bytes=2**23, body_s=20.0))
     giant, seen = 'é' * 2**20, []

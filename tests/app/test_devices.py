@@ -95,7 +95,10 @@ def _events(workdir: pathlib.Path) -> list[dict[str, object]]:
     return [{name: value for name, value in line.items() if name != 'devices'} for line in lines]
 
 
-@pytest.mark.parametrize('fields', [{'publication__channel': 'files'}, {'staleness__schedule': 'fixed(2)'}])
+@pytest.mark.parametrize(
+    'fields',
+    [{'publication__channel': 'files'}, pytest.param({'staleness__schedule': 'fixed(2)'}, marks=pytest.mark.slow)],
+)
 def test_files_and_earlier_versions_reach_every_engine(tmp_path, fields):
     run = SmallRun(tmp_path, run__steps=3, model__n_layers=1, cluster__engines='2 x tensor=1', **fields).train()
     assert [_devices(engine.params) for engine in run.session.program.parts.generation.rollout.engines] == [{1}, {2}]

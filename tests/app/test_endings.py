@@ -79,6 +79,7 @@ def test_a_second_run_in_a_workdir_is_refused_while_the_first_one_lives(tmp_path
         while not (tmp_path / 'config.json').exists():
             assert first.poll() is None
             time.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)  # it lives, and takes no time from the others
         for resume in ([], ['--resume']):
             second = train(tmp_path, *QUICK, *resume)
             assert second.returncode == 2

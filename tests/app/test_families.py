@@ -42,6 +42,7 @@ def test_a_run_agrees_with_its_engines_is_replayed_and_its_export_is_read_back(f
 
 
 @EACH
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_and_killed_goes_on_bit_for_bit(family, tmp_path):
     fields = {**fields_of(family), **REPLAY.get(family, {}), 'checkpoint__every': 1}
     whole = SmallRun(tmp_path / 'whole', **fields).train()

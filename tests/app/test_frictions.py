@@ -31,7 +31,10 @@ def find(events, kind):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize('actor', ['constant', 'logprobs', pytest.param('temperature', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'actor',
+    [pytest.param('constant', marks=pytest.mark.slow), 'logprobs', pytest.param('temperature', marks=pytest.mark.slow)],
+)
 def test_a_killed_run_goes_on_with_the_same_frictions(tmp_path: pathlib.Path, actor: str):
     fields = {**ON, **ACTORS[actor], 'checkpoint__every': 2}
     whole, resumed = resume_killed(tmp_path, **fields)

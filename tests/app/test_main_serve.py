@@ -139,7 +139,7 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
         '--host=0.0.0.0 lets other machines reach this server, and without a key any of them controls it: set '
         'AREAL_JAX_API_KEY, or add --insecure',
     ),
-    ((f'--config={CONFIG}', '--port=0', '--model=nowhere'), '--model=nowhere'),
+    pytest.param((f'--config={CONFIG}', '--port=0', '--model=nowhere'), '--model=nowhere', marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_can_not_be_served_is_one_sentence(arguments, says):
     done = subprocess.run(

@@ -134,7 +134,7 @@ def test_a_publication_dtype_that_cannot_hold_the_weights_is_named(tmp_path):
         run.train()
 
 
-@pytest.mark.parametrize('tree', ['params', 'optimizer'])
+@pytest.mark.parametrize('tree', [pytest.param('params', marks=pytest.mark.slow), 'optimizer'])
 def test_a_checkpoint_of_broken_numbers_is_refused_at_resume(tmp_path, tree):
     run = SmallRun(tmp_path, checkpoint__every=2, run__steps=3)
     save = run.session.site.learner.save

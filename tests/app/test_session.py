@@ -174,7 +174,10 @@ def score(session, version, prompt, request, tokens, logprobs):
     return Trajectory(prompt, request.sample, (segment,), reward, reason, '', 0.0, 0.0)
 
 
-@pytest.mark.parametrize(('steps_before', 'groups'), [(2, 4), (4, 4), (4, 0)])
+@pytest.mark.parametrize(
+    ('steps_before', 'groups'),
+    [(2, 4), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(4, 0, marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_before, groups):
     fields = {'checkpoint__every': 2, 'run__steps': 6, 'checkpoint__keep': 3, 'rollout__max_running_groups': groups}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
@@ -220,6 +223,7 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
         pytest.param('trace', {}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_lock_step_run_equals_the_uninterrupted_one(tmp_path, schedule, fields):
     (tmp_path / 'delays').write_text('0 2 1')
     fields = fields | {'staleness__schedule': schedule.replace('trace', f'trace({tmp_path}/delays)')}

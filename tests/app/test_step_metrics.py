@@ -32,7 +32,12 @@ DROP = {'staleness__max_token_age': 1, 'staleness__over_age': 'drop'}
 
 @pytest.mark.parametrize(
     ('fields', 'oldest'),
-    [({}, None), (MASK, 0), (DROP, 1), ({'staleness__schedule': 'fixed(2)'}, None)],
+    [
+        ({}, None),
+        (MASK, 0),
+        pytest.param(DROP, 1, marks=pytest.mark.slow),
+        pytest.param({'staleness__schedule': 'fixed(2)'}, None, marks=pytest.mark.slow),
+    ],
     ids=['natural', 'mask', 'drop', 'lock-step'],
 )
 def test_token_ages_are_those_of_the_trained_tokens(tmp_path, fields, oldest):

@@ -32,9 +32,8 @@ def _events(run):
 def test_a_run_with_an_engine_of_two_devices_and_one_of_one_is_that_with_equal_engines(tmp_path):
     """The virtual clock prices engines of any size alike, so routes are the same; sums over two devices are rounded
     otherwise, and noise is keyed by request and position, so tokens are the same too."""
-    whole, resumed = resume_killed(tmp_path, cluster__engines=UNEQUAL, **FIELDS)
+    whole = SmallRun(tmp_path / 'whole', cluster__engines=UNEQUAL, **FIELDS).train()
     assert whole.report['devices']['engines'] == {'engine/0': [1, 2], 'engine/1': [3]}
-    assert resumed.report['devices'] == whole.report['devices']
     assert {event['engine'] for event in whole.events if event['kind'] == 'decode'} == {'engine/0', 'engine/1'}
     equal = SmallRun(tmp_path / 'equal', cluster__engines='2 x tensor=1', **FIELDS).train()
     assert _events(equal) == _events(whole)
@@ -43,6 +42,12 @@ def test_a_run_with_an_engine_of_two_devices_and_one_of_one_is_that_with_equal_e
     for key, (tokens, versions, logprobs) in ours.items():
         assert (tokens, versions) == theirs[key][:2]
         np.testing.assert_allclose(logprobs, theirs[key][2], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_with_unequal_engines_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    whole, resumed = resume_killed(tmp_path, cluster__engines=UNEQUAL, **FIELDS)
+    assert resumed.report['devices'] == whole.report['devices']
 
 
 @pytest.mark.parametrize(

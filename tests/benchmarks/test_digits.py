@@ -56,7 +56,9 @@ def test_a_batch_is_drawn_with_the_weights_of_so_many_updates_before():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), oldest, history[3])))
 
 
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize(
+    'method', [name if name in ('dg', 'ppo') else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_every_method_learns_from_fresh_actions(method):
     errors, rewards = digits.train(METHODS[method], toy(), 0, 400, 2, KEY)
     assert errors[-1] < 0.5

@@ -15,6 +15,7 @@ from areal_jax.control.buffer import NoSignalError
 from areal_jax.control.clocks.loop import DeadlockError
 from areal_jax.control.groups import UnverifiedError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
+from tests.diagonal import diagonal
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 
 STATES = {'draw': 'pending', 'admit': 'running', 'buffer': 'buffered', 'drop': 'dropped'}
@@ -336,9 +337,18 @@ def count_partial(groups):
     return sum(bool(e.segments) for e in open_episodes)
 
 
-@pytest.mark.parametrize('save_s', [0.03, 1.0])  # 1 s: the next checkpoint waits until this one is written
-@pytest.mark.parametrize('kv_policy', ['recompute', 'keep', 'wait'])
-@pytest.mark.parametrize(('engines', 'max_running'), [(1, 8), (2, 8), (1, math.inf), (2, math.inf)])
+_LOADS = [
+    (engines, running, policy)
+    for engines in (1, 2)
+    for running in (8, math.inf)
+    for policy in ('recompute', 'keep', 'wait')
+]
+
+
+@pytest.mark.parametrize(
+    ('engines', 'max_running', 'kv_policy', 'save_s'),
+    diagonal(_LOADS, (0.03, 1.0)),  # 1 s: the next checkpoint waits until this one is written
+)
 def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, max_running, kv_policy, save_s):
     options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'checkpoint_every': 1, 'kv_policy': kv_policy}
     options['max_running'] = max_running
@@ -363,9 +373,10 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, max_
     assert partial > 0 or kv_policy == 'wait'  # some answers were in the middle, unless new weights waited for them
 
 
-@pytest.mark.parametrize('save_s', [0.03, 1.0])
-@pytest.mark.parametrize('engines', [1, 2])
-@pytest.mark.parametrize('schedule', ['fixed(0)', 'fixed(2)', 'every(3)', 'uniform(0,3)', 'trace'])
+@pytest.mark.parametrize(
+    ('schedule', 'engines', 'save_s'),
+    diagonal(('fixed(0)', 'fixed(2)', 'every(3)', 'uniform(0,3)', 'trace'), (1, 2), (0.03, 1.0)),
+)
 def test_a_lock_step_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(tmp_path, schedule, engines, save_s):
     (tmp_path / 'delays').write_text('0 3 1 2 0')
     options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'fail': [3, 11, 13], 'checkpoint_every': 1}
@@ -437,7 +448,10 @@ def test_a_stop_saves_what_is_running_and_the_resumed_run_ends_as_if_never_stopp
     assert [s.step for s in [*run.steps, *resumed.steps]] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize('how', [{}, {'checkpoint_every': 1}, {'schedule': 'fixed(1)', 'eta': math.inf}])
+@pytest.mark.parametrize(
+    'how',
+    [pytest.param({}, marks=pytest.mark.slow), {'checkpoint_every': 1}, {'schedule': 'fixed(1)', 'eta': math.inf}],
+)
 def test_a_stop_at_any_moment_saves_and_ends(how):
     """Also while a checkpoint is being taken, when the engines stand still already."""
     options = {'steps': 3, 'engines': 2, **how}

@@ -160,8 +160,7 @@ def test_requests_wait_while_every_engine_changes_its_devices():
     assert_exact(log_of(run), run)
 
 
-@pytest.mark.parametrize('save_s', [0.03, 1.0])
-@pytest.mark.parametrize('train_s', [0.0005, 0.002])
+@pytest.mark.parametrize(('train_s', 'save_s'), [(0.0005, 0.03), (0.002, 1.0)])
 def test_resume_from_every_checkpoint_goes_through_the_same_moves(save_s, train_s):
     options = {'checkpoint_every': 1, 'prices': PRICED | {'train': train_s, 'save': save_s}}
     whole = toy_run(**options).run()

@@ -187,7 +187,7 @@ def of_training(events, *left_out):
     return [{k: v for k, v in e.items() if k not in ('seq', 'run', *left_out)} for e in kept]
 
 
-@pytest.mark.parametrize('engines', [1, 3])
+@pytest.mark.parametrize('engines', [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize('how', [*LOCK_STEP, {}, {'checkpoint_every': 3}])
 def test_training_does_not_notice_it(how, engines):
     """Under the virtual clock, event by event. A pause waits for a dispatch of the evaluation: it only moves times."""

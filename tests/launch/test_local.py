@@ -281,6 +281,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path):
     assert len(run.events('server start')) == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_before_it_registers_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setenv('STAND_IN_REGISTER_S', '4')  # it takes that long to begin on a busy machine
     with Run(tmp_path, server={'hangs': True}) as run:

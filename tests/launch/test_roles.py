@@ -110,7 +110,7 @@ def test_an_exporter_comes_back_alone_and_may_finish_its_work(tmp_path):
     assert not is_alive(exporter)
 
 
-@pytest.mark.parametrize('lost', ['controller-0', 'learner-0', 'learner-1'])
+@pytest.mark.parametrize('lost', ['controller-0', pytest.param('learner-0', marks=pytest.mark.slow), 'learner-1'])
 def test_controller_and_learners_start_again_together_and_engines_serve_on(tmp_path, lost):
     with Roles(tmp_path) as run:
         before = run.await_starts()
@@ -199,6 +199,7 @@ def test_a_learner_whose_heart_stops_is_killed_and_all_start_again(tmp_path):
     assert 'learner-1 has given no sign of life for a long time: it is killed' in output
 
 
+@pytest.mark.slow
 def test_a_learner_that_hangs_before_it_registers_is_killed_and_all_start_again(tmp_path, monkeypatch):
     monkeypatch.setenv('STAND_IN_REGISTER_S', '2')
     with Roles(tmp_path, learner_1={'hangs': True}) as run:

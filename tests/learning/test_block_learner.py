@@ -12,6 +12,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh, path_name
+from tests.diagonal import diagonal
 from tests.learning.block_examples import (
     GROUPS,
     assert_bit_equal,
@@ -70,7 +71,9 @@ def _equations(jaxpr):
             yield from _equations(inside)
 
 
-@pytest.mark.parametrize('remat', ['none', 'dots', pytest.param('full', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'remat', ['dots', *(pytest.param(remat, marks=pytest.mark.slow) for remat in ('none', 'full'))]
+)
 def test_layers_below_the_block_have_no_backward_pass(remat):
     """With the last layer as the block, each layer below adds the products of a forward pass, and no others."""
 
@@ -89,7 +92,7 @@ def test_layers_below_the_block_have_no_backward_pass(remat):
 
 
 def test_no_activations_of_the_layers_below_are_saved():
-    """XLA's own count: six more layers below the block take no more temporary memory, above it they do."""
+    """XLA's own count: three more layers below the block take no more temporary memory, above it they do."""
 
     def temporary_bytes(n_layers, block):
         decoder = tiny_decoder(n_layers)
@@ -100,8 +103,8 @@ def test_no_activations_of_the_layers_below_are_saved():
         return part.programs.compile('accumulate', *args).memory_analysis().temp_size_in_bytes
 
     activation = 8 * 128 * 16 * 4  # bytes of the residual stream
-    assert temporary_bytes(8, 8) - temporary_bytes(2, 2) < activation
-    assert temporary_bytes(8, 1) - temporary_bytes(2, 1) > 6 * activation
+    assert temporary_bytes(5, 5) - temporary_bytes(2, 2) < activation
+    assert temporary_bytes(5, 1) - temporary_bytes(2, 1) > 3 * activation
 
 
 def test_a_publication_has_the_leaves_that_did_not_change_as_the_same_arrays():
@@ -121,8 +124,7 @@ def leaves_by_identity(tree):
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@pytest.mark.parametrize('state', ['host', 'drop'])
-@pytest.mark.parametrize(('updates', 'stop'), [(1, 3), (2, 4), (2, 5)])
+@pytest.mark.parametrize(('updates', 'stop', 'state'), diagonal([(1, 3), (2, 4), (2, 5)], ('host', 'drop')))
 def test_a_resumed_learner_makes_the_updates_of_the_uninterrupted_one(state, updates, stop):
     """Bit for bit, in the middle of a turn, at its end, and at the end of a round."""
     settings = {'block_state': state, 'block_updates': updates, 'block_order': 'shuffled'}

@@ -147,7 +147,7 @@ def moves(learner, groups=_GROUPS, version=2):
     'settings',
     [
         {},
-        {'accumulate': 'scan', 'max_microbatches': 4},
+        pytest.param({'accumulate': 'scan', 'max_microbatches': 4}, marks=pytest.mark.slow),
         {'mesh': (2, 4), 'rows_per_microbatch': 8, 'accumulate': 'scan'},
     ],
     ids=['dispatch', 'scan', 'scan over a mesh'],

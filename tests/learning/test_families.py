@@ -102,7 +102,9 @@ _MESHES = {'fsdp': 2, 'context': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'}, {'e
 @pytest.mark.parametrize(
     ('name', 'mesh', 'layers'),
     [
-        pytest.param('gpt_oss', {**_MESHES[1], 'strategy': 'tensor'}, 'list', id='gpt_oss, experts'),
+        pytest.param(
+            'gpt_oss', {**_MESHES[1], 'strategy': 'tensor'}, 'list', id='gpt_oss, experts', marks=pytest.mark.slow
+        ),
         pytest.param('gemma3', _MESHES[0], 'stacked', id='gemma3'),
         *(
             pytest.param(name, _MESHES[0], 'stacked', id=name, marks=pytest.mark.slow)
@@ -127,7 +129,9 @@ def test_a_mesh_of_eight_changes_nothing(name, mesh, layers):
         assert step > 0, path
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=[pytest.mark.slow] if name == 'gpt_oss' else []) for name in NAMES]
+)
 def test_adapters_compute_what_the_merged_weights_do(name):
     config = CONFIGS[name]
     lora = Lora(2, 4.0, ('query', 'value', 'output'))

@@ -110,7 +110,7 @@ def test_a_coefficient_keeps_the_policy_near_the_reference():
 # Dtypes.
 
 
-@pytest.mark.parametrize(('dtype', 'scale'), [('bfloat16', 1.0), ('float16', 64.0)])
+@pytest.mark.parametrize(('dtype', 'scale'), [pytest.param('bfloat16', 1.0, marks=pytest.mark.slow), ('float16', 64.0)])
 @pytest.mark.parametrize('accumulate', [_slow('dispatch'), 'scan'])
 def test_narrow_passes_stay_near_float32_and_masters_stay_float32(dtype, scale, accumulate):
     settings = {'accumulate': accumulate, 'max_microbatches': 2}

@@ -55,7 +55,7 @@ def one_row_at_a_time():
     'settings',
     [
         {},
-        {'rows_per_microbatch': 3},
+        pytest.param({'rows_per_microbatch': 3}, marks=pytest.mark.slow),
         {'accumulate': 'scan'},  # 2 micro-batches, and 3 with an empty one
         {'rows_per_microbatch': 8, 'mesh': (2, 4)},
         pytest.param(
@@ -474,7 +474,10 @@ def test_settings_that_cannot_work_are_named(settings, message):
         make_learner(make_mesh(*settings.pop('mesh', (1, 1))), **settings)
 
 
-@pytest.mark.parametrize('proximal', ['recompute', 'loglinear', pytest.param('behavior', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'proximal',
+    [pytest.param('recompute', marks=pytest.mark.slow), 'loglinear', pytest.param('behavior', marks=pytest.mark.slow)],
+)
 def test_bandit_learns(proximal):
     # one prompt, one-token answers, reward 1 for token 3: a share of 1/11 before, nearly 1 after
     learner = make_learner(optimizer=ADAM, learning_rate=0.02, proximal=proximal, row_tokens=8, row_loss_tokens=16)

@@ -74,7 +74,7 @@ _CASES = [
     for layers in ('list', 'stacked')
 ]
 
-_EXPERT_FAST = {'fsdp=2 x context=2 x tensor=2': 'stacked', 'expert=4 x fsdp=2': 'list'}
+_EXPERT_FAST = {'expert=4 x fsdp=2': 'list'}
 _EXPERT_CASES = [
     pytest.param(mesh, layers, id=f'{name} {layers}', marks=() if name in _EXPERT_FAST else pytest.mark.slow)
     for name, mesh in _EXPERT_MESHES.items()

@@ -12,6 +12,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import path_name
+from tests.diagonal import diagonal
 from tests.learning.examples import make_optimizer
 
 _PARAMS = {'a': jnp.array([3.0, 4.0]), 'b': jnp.array([[1.0]])}
@@ -308,15 +309,9 @@ _DECAYED = {'query/weight', 'key/weight', 'value/weight', 'output/weight', 'gate
 
 
 @pytest.mark.parametrize(
-    ('layers', 'tied'),
-    [
-        ('list', True),
-        ('stacked', False),
-        pytest.param('list', False, marks=pytest.mark.slow),
-        pytest.param('stacked', True, marks=pytest.mark.slow),
-    ],
+    ('name', 'layers', 'tied'),
+    diagonal(DIRECTIONS, [('list', True), ('stacked', False), ('list', False), ('stacked', True)]),
 )
-@pytest.mark.parametrize('name', DIRECTIONS)
 def test_only_matrices_decay_in_either_form(name, layers, tied):
     # zero gradients give zero directions, so that what is left of a step is the decay: 1 - .1 * .5 = .95
     config = ModelConfig(

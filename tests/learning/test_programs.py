@@ -95,8 +95,8 @@ def unpacked(params):
     ('mode', 'row_tokens', 'rows_per_microbatch'),
     [
         ('ordinary', 14, 1),  # at most one or two trajectories a row
-        ('ordinary', 40, 2),
-        ('shared_prompt', 24, 1),  # some groups are split over rows
+        pytest.param('ordinary', 40, 2, marks=pytest.mark.slow),
+        pytest.param('shared_prompt', 24, 1, marks=pytest.mark.slow),  # some groups are split over rows
         ('shared_prompt', 48, 3),
     ],
 )
@@ -192,6 +192,9 @@ _KINDS = {
 }
 
 
+_QUICK_KINDS = [pytest.param(k, marks=[pytest.mark.slow] if k in ('float32', 'scan') else []) for k in _KINDS]
+
+
 @pytest.fixture(autouse=True)
 def _keeps_nothing(monkeypatch):
     """What other tests have compiled is compiled anew."""
@@ -218,7 +221,7 @@ def test_the_described_state_is_the_one_that_is_placed(kind):
     assert jax.tree.map(form, vars(described)) == jax.tree.map(form, vars(placed))
 
 
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', _QUICK_KINDS)
 def test_programs_compiled_ahead_are_those_of_the_updates(kind):
     """Two updates and a publication bring no new program, and change the weights like those of another learner."""
     ahead, other = make_learner(compile_ahead=True, **_KINDS[kind]), make_learner(**_KINDS[kind])
@@ -278,7 +281,7 @@ def test_a_learner_traces_ahead_and_compiles_from_when_it_may():
     assert not learner.programs.traced
 
 
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', _QUICK_KINDS)
 def test_an_equal_learner_compiles_nothing(kind):
     learner = make_learner(**_KINDS[kind])
     declared = learner.warm_up()
@@ -291,7 +294,13 @@ def test_an_equal_learner_compiles_nothing(kind):
 
 
 @pytest.mark.parametrize(
-    'changed', [{'clip_epsilon': 0.3}, {'mesh': (1, 2)}, {'optimizer': 'lion'}, {'lora': Lora(1, 4.0, ('query',))}]
+    'changed',
+    [
+        {'clip_epsilon': 0.3},
+        pytest.param({'mesh': (1, 2)}, marks=pytest.mark.slow),
+        {'optimizer': 'lion'},
+        pytest.param({'lora': Lora(1, 4.0, ('query',))}, marks=pytest.mark.slow),
+    ],
 )
 def test_another_learner_compiles_its_own(changed):
     learner, other = make_learner(), make_learner(**changed)

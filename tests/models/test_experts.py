@@ -135,7 +135,13 @@ def test_the_order_of_experts_changes_rounding_alone():
     np.testing.assert_array_equal(order[np.asarray(run(mixed)[1].live)], run(PARAMS)[1].live)
 
 
-@pytest.mark.parametrize('changes', [{'layers': 'stacked'}, {'remat': 'full'}, {'layers': 'stacked', 'remat': 'dots'}])
+@pytest.mark.parametrize(
+    'changes',
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({'layers': 'stacked'}, {'remat': 'full'})),
+        {'layers': 'stacked', 'remat': 'dots'},
+    ],
+)
 def test_forms_of_the_decoder_route_alike(changes):
     decoder = Decoder(CONFIG, **changes)
     params = decoder.init(3, scale=2.0)

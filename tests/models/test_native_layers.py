@@ -17,6 +17,7 @@ from areal_jax.models.native_layers import Read
 from areal_jax.models.weights import Lora, stack_layers
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.choose import NativeAttention
+from tests.diagonal import diagonal
 from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, logits_of, scattered
 from tests.native import needs_kernels
 
@@ -68,7 +69,13 @@ def attend_with(read):
 
 
 @pytest.mark.parametrize(
-    ('name', 'layers'), [(name, form) for name in ALL for form in ('list', 'stacked') if (name, form) != MIXED_STACK]
+    ('name', 'layers'),
+    [
+        pytest.param(name, form, marks=[] if form == ('stacked' if place % 2 else 'list') else [pytest.mark.slow])
+        for place, name in enumerate(sorted(ALL, key='mixed'.__ne__))
+        for form in ('list', 'stacked')
+        if (name, form) != MIXED_STACK
+    ],
 )
 def test_layers_are_two_kernels_each_and_compute_what_those_of_xla_do(name, layers):
     rows, _, params = make_decoders(name)
@@ -81,8 +88,7 @@ def test_layers_are_two_kernels_each_and_compute_what_those_of_xla_do(name, laye
     assert_close(run(native.prepare(given)), logits_of(rows)(params))
 
 
-@pytest.mark.parametrize('rows', [1, 57, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 8, 24, 40))])
-@pytest.mark.parametrize('name', ALL)
+@pytest.mark.parametrize(('name', 'rows'), diagonal(ALL, (1, 57, 7, 8, 24, 40)))
 def test_a_step_computes_what_the_layers_of_xla_do(name, rows):
     plain, native, params = make_decoders(name)
     tokens, positions, cache, read = make_batch(plain.config, rows)

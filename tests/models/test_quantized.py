@@ -12,6 +12,7 @@ from areal_jax.models.logprobs import rank_tokens
 from areal_jax.models.quantized import Int8Rows, Quantized, quantize, rank_logits
 from areal_jax.models.weights import stack_layers
 from areal_jax.native import compiled_library as library
+from tests.diagonal import diagonal
 from tests.models.test_decoder import VARIANTS, logits_of, scattered
 from tests.models.test_native_layers import attend_with, make_batch
 from tests.native import needs_kernels
@@ -58,8 +59,7 @@ def test_logits_are_near_those_of_the_published_weights(name, tokens):
 
 
 @needs_kernels
-@pytest.mark.parametrize('layers', ['list', 'stacked'])
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize(('name', 'layers'), diagonal(VARIANTS, ('list', 'stacked')))
 def test_kernels_of_layers_compute_what_xla_does(name, layers):
     xla, params = make(name, 'int8_rows')
     kernels = Decoder(xla.config, tokens='native_int8_rows', layers=layers)
@@ -73,8 +73,7 @@ def test_kernels_of_layers_compute_what_xla_does(name, layers):
 
 
 @needs_kernels
-@pytest.mark.parametrize('rows', [1, 8, 13])
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize(('name', 'rows'), diagonal(VARIANTS, (1, 8, 13)))
 def test_a_step_computes_what_layers_do(name, rows):
     decoder, params = make(name, 'native_int8_rows')
     prepared = decoder.prepare(params)

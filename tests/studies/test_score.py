@@ -35,8 +35,10 @@ def test_a_scorer_gives_equal_weights_one_score_whatever_the_seed_of_the_run():
 
 
 @pytest.mark.parametrize('field', [
-    {'loss__advantage': 'areal_jax.studies.controls:shuffled_advantages'}, {'rollout__kv_policy': 'wait'},
-    {'rollout__kv_policy': 'keep'}, {'learner__n_minibatches': 4}, {'staleness__eta': float('inf')},
+    {'loss__advantage': 'areal_jax.studies.controls:shuffled_advantages'}, {'rollout__kv_policy': 'keep'},
+    *(pytest.param(field, marks=pytest.mark.slow) for field in (
+        {'rollout__kv_policy': 'wait'}, {'learner__n_minibatches': 4}, {'staleness__eta': float('inf')},
+    )),
 ])  # fmt: skip
 def test_a_score_depends_on_no_field_of_training(field):
     """The arms of the study differ in such fields, and each is scored."""

@@ -107,7 +107,7 @@ def run(tmp_path_factory):
     'fields',
     [
         pytest.param({'staleness__schedule': 'uniform(0,2)'}, marks=pytest.mark.slow),
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {'staleness__schedule': 'fixed(1)', 'cluster__engines': '3 x shared', 'checkpoint__every': 2},
         pytest.param({'staleness__schedule': 'fixed(1)', **OWN_DEVICES}, marks=pytest.mark.slow),
     ],
@@ -183,7 +183,7 @@ def whole(tmp_path_factory):
     return SmallRun(tmp_path_factory.mktemp('whole'), **RESUMED).train()
 
 
-@pytest.mark.parametrize('rows', ['as written', 'none'])
+@pytest.mark.parametrize('rows', ['as written', pytest.param('none', marks=pytest.mark.slow)])
 def test_a_resumed_run_has_every_row_once(tmp_path, rows, whole, capsys):
     expected = {row['version']: row['greedy'] for row in rows_of(whole)}
     for step in (2, 5):

@@ -78,7 +78,12 @@ def test_a_simulation_of_agents_has_the_events_of_the_run_whose_turns_it_has(tmp
 
 @pytest.mark.parametrize(
     'fields',
-    [{}, {'rollout__kv_policy': 'keep'}, {'rollout__cache_tokens': 2048}, {'agent__tool_calls': 1}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {'rollout__kv_policy': 'keep'},
+        pytest.param({'rollout__cache_tokens': 2048}, marks=pytest.mark.slow),
+        {'agent__tool_calls': 1},
+    ],
     ids=['recompute', 'keep', 'preempted', 'one tool at a time'],
 )
 def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):

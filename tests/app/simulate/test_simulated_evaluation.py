@@ -64,7 +64,14 @@ def test_answers_beside_training_take_time_of_their_engines(tmp_path, evaluated)
     assert beside > alone
 
 
-@pytest.mark.parametrize('fields', [{}, {'evaluation__every_dispatches': 2}, {'simulation__turns': 'uniform(1, 3)'}])
+@pytest.mark.parametrize(
+    'fields',
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {'evaluation__every_dispatches': 2},
+        {'simulation__turns': 'uniform(1, 3)'},
+    ],
+)
 def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):
     simulate_both_ways(tmp_path, **BESIDE, **fields)
     assert {event['time'] for event in read_events(tmp_path / 'True') if event['kind'] == 'evaluation_decode'} == {

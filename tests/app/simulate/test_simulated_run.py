@@ -104,9 +104,9 @@ def test_a_simulation_has_the_events_of_the_run_whose_lengths_it_has(tmp_path, m
     'fields',
     [
         {},
-        {'rollout__kv_policy': 'keep'},
+        pytest.param({'rollout__kv_policy': 'keep'}, marks=pytest.mark.slow),
         {'rollout__kv_policy': 'wait'},
-        {'rollout__cache_tokens': 2048},  # answers are preempted
+        pytest.param({'rollout__cache_tokens': 2048}, marks=pytest.mark.slow),  # answers are preempted
         {'rollout__cache_tokens': 2048, 'rollout__block_tokens': 64, 'rollout__decode_steps': 32},
         {'simulation__engine_chips': '1 x H800, 2 x A100'},
         {'cluster__engines': '2 x shared', 'cluster__learner': 'data=2', 'learner__rows_per_microbatch': 2,

@@ -115,7 +115,7 @@ def test_it_stays_where_generation_is_the_bottleneck(tmp_path):
     assert all(row['times_left_out'] == 0 for row in report['engine_classes'])
 
 
-@pytest.mark.parametrize('step', [3, 6])
+@pytest.mark.parametrize('step', [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_a_run_that_is_killed_leaves_the_class_out_as_the_whole_one(tmp_path, step):
     found = kill_and_resume(tmp_path, step, **SPARE)
     decided = [[event for event in events if event['kind'] == 'spare'] for events in found]
@@ -150,7 +150,7 @@ def test_the_cluster_of_the_other_tests_has_equal_engines(tmp_path):
     assert not any(event['kind'] == 'move' for event in read_events(tmp_path))
 
 
-@pytest.mark.parametrize('step', [4, 6])
+@pytest.mark.parametrize('step', [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_moves_the_answers_of_the_whole_one(tmp_path, step):
     """A resumed run knows how fast its engines are."""
     found = kill_and_resume(tmp_path, step, rollout__slow_versions=1, checkpoint__every=1, **MIXED)

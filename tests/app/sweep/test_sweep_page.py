@@ -57,7 +57,7 @@ def run_etas(directory, monkeypatch, etas, seeds=(0, 1)):
     """A toy sweep over eta, finished."""
     arms = {f'eta{eta:g}_seed{seed}': {'staleness.eta': eta, 'run.seed': seed} for eta in etas for seed in seeds}
     sweep = ToySweep(directory, arms)
-    assert sweep.run(monkeypatch, '--jobs=4') == 0
+    assert sweep.run(monkeypatch, '--jobs=4', draws=True) == 0
     return sweep
 
 
@@ -102,7 +102,7 @@ def test_a_sweep_over_a_number_has_charts_by_its_values_and_a_page_with_the_verd
 def test_a_sweep_over_names_has_curves_and_no_charts_by_value(tmp_path, monkeypatch):
     arms = {name: {'loss.proximal': name} for name in ('recompute', 'behavior')}
     sweep = ToySweep(tmp_path, arms)
-    assert sweep.run(monkeypatch, '--jobs=2') == 0
+    assert sweep.run(monkeypatch, '--jobs=2', draws=True) == 0
     assert build_value_chart(build_results('toy.py', sweep.arms()), 'ages') is None
     page = (sweep.workdir / 'results.html').read_text()
     assert 'data-figure="reward_over_updates"' in page

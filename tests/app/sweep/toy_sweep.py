@@ -14,6 +14,7 @@ from areal_jax import main_sweep
 from areal_jax.app.command_line import parse_command
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.sweep import arms as arms_of
+from areal_jax.app.sweep import sweep_page
 from areal_jax.app.sweep.arms import Arm, read_arms
 from tests.app.sweep.toy_arm import STEPS
 
@@ -43,6 +44,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignored in what
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 import areal_jax.app.sweep.arms
 areal_jax.app.sweep.arms.TRAINER = {TOY!r}
+from areal_jax.app.sweep import sweep_page  # pictures and charts take longer than all arms
+sweep_page.write_plots, sweep_page.render_html = lambda results, workdir: [], lambda results: ''
 from areal_jax.main_sweep import run
 run()
 """
@@ -72,9 +75,12 @@ class ToySweep:
         values = main_sweep.define_flags()
         return read_arms(parse_command(self.argv(*words), values), self.workdir)
 
-    def run(self, monkeypatch, *words: str) -> int:
-        """In this process; the exit code."""
+    def run(self, monkeypatch, *words: str, draws: bool = False) -> int:
+        """In this process; the exit code. `draws`: with pictures and charts, which take longer than all arms."""
         monkeypatch.setattr(arms_of, 'TRAINER', TOY)
+        if not draws:
+            monkeypatch.setattr(sweep_page, 'write_plots', lambda results, workdir: [])
+            monkeypatch.setattr(sweep_page, 'render_html', lambda results: '')
         monkeypatch.chdir(ROOT)
         return end_command(lambda: main_sweep.main(self.argv(*words), NoSignals()), doing='writing')
 

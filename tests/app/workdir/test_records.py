@@ -48,7 +48,7 @@ def scores(run):
 @pytest.mark.parametrize(
     'fields',
     [
-        {'task__name': 'own.py:build'},
+        pytest.param({'task__name': 'own.py:build'}, marks=pytest.mark.slow),
         {'task__name': 'own.py:build', 'task__verifier': 'process', 'task__options__length': 4},
         {'task__reward': 'own.py:score', 'loss__advantage': 'own.py:advantage', 'rollout__workflow': 'own.py:workflow'},
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -190,16 +191,17 @@ def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     assert as_json([], {}) == []
 
 
-def test_a_thousand_workdirs_take_seconds_and_no_jax(tmp_path: pathlib.Path):
-    for number in range(1000):
+def test_hundreds_of_workdirs_take_seconds_and_no_jax(tmp_path: pathlib.Path):
+    for number in range(200):
         write_run(tmp_path / f'run{number:04}', 10, report=bool(number % 2), run__seed=number)
     program = (
         'import sys\nfrom areal_jax import main_runs\nmain_runs.main(sys.argv[1:])\nassert "jax" not in sys.modules'
     )
-    began = time.monotonic()
+    before = os.times()
     done = subprocess.run([sys.executable, '-c', program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == '1000 runs: 500 finished, 500 killed'
-    assert time.monotonic() - began < 10  # about 2 s on two cores that others use as well
+    after = os.times()
+    assert done.stdout.splitlines()[-1] == '200 runs: 100 finished, 100 killed'
+    assert after.children_user - before.children_user < 3  # of a processor: others may use the machine
 
 
 def test_what_is_inside_a_workdir_is_not_listed(tmp_path: pathlib.Path):

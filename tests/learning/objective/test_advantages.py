@@ -355,7 +355,9 @@ def _change(learner):
     return metrics, jax.tree.map(lambda a, b: a - b, learner.save()['params'], before)
 
 
-@pytest.mark.parametrize('choices', [VCPO, RETURNS], ids=['vcpo', 'kl in the reward'])
+@pytest.mark.parametrize(
+    'choices', [pytest.param(VCPO, marks=pytest.mark.slow), RETURNS], ids=['vcpo', 'kl in the reward']
+)
 def test_the_update_does_not_depend_on_packing_or_program_and_compiles_nothing_later(choices):
     first = learner_of(choices=choices)
     compiled = first.warm_up()

@@ -18,6 +18,7 @@ from areal_jax.learning.objective.objectives import DirectPreference, RewardMode
 from areal_jax.learning.optimizer import add_critic_optimizer
 from areal_jax.learning.packing import empty_batch
 from areal_jax.learning.weights import CRITIC, VALUE_HEAD, NonFiniteError
+from tests.diagonal import diagonal
 from tests.learning import examples
 from tests.learning.examples import group, make_optimizer, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
@@ -147,17 +148,16 @@ def one_pair_in_a_row(objective):
     return learner.update(_PAIRS, 0), learner.save()['params'], learner.evaluate(_PAIRS)
 
 
-@pytest.mark.parametrize('objective', OBJECTIVES)
-@pytest.mark.parametrize(
-    'settings',
-    [
-        {},
-        {'packing': 'shared_prompt', 'rows_per_microbatch': 2},
-        {'accumulate': 'scan', 'max_microbatches': 8, 'row_tokens': 16, 'row_loss_tokens': 12},
-    ],
-    ids=['several', 'shared prompts', 'scan'],
-)
-def test_what_is_learned_does_not_depend_on_where_pairs_lie(objective, settings):
+PLACES = {
+    'several': {},
+    'shared prompts': {'packing': 'shared_prompt', 'rows_per_microbatch': 2},
+    'scan': {'accumulate': 'scan', 'max_microbatches': 8, 'row_tokens': 16, 'row_loss_tokens': 12},
+}
+
+
+@pytest.mark.parametrize(('objective', 'place'), diagonal(OBJECTIVES, PLACES))
+def test_what_is_learned_does_not_depend_on_where_pairs_lie(objective, place):
+    settings = PLACES[place]
     metrics, params, measured = one_pair_in_a_row(objective)
     learner = make_learner(objective, **settings)
     found = learner.update(_PAIRS, 0)

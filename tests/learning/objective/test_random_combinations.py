@@ -17,7 +17,7 @@ from areal_jax.learning.objective.ratios import SURROGATES
 from tests.learning.objective.combinations import batch_of, draw_case, poison, starts_of
 from tests.learning.objective.plain_losses import Plain, Tokens, differentiate
 
-CASES = 300
+CASES, QUICK = 300, 100
 _SHARE = 1e-5  # of the sum of absolute terms
 _TINY = 1e-30  # what float32 does not hold
 
@@ -53,7 +53,9 @@ def assert_plain(found: tuple, plain: Plain) -> None:
     np.testing.assert_allclose(entropy_gradient, plain.entropy_gradient, rtol=_SHARE)
 
 
-@pytest.mark.parametrize('number', range(CASES))
+@pytest.mark.parametrize(
+    'number', [number if number < QUICK else pytest.param(number, marks=pytest.mark.slow) for number in range(CASES)]
+)
 def test_a_combination_is_its_formula(number):
     choices, tokens = draw_case(number)
     found = computed(choices, poison(tokens, np.random.default_rng(number)))

@@ -255,7 +255,7 @@ def test_a_planted_fault_is_found_wherever_it_is(log, name):
     """With sequence numbers and check sums made anew."""
     events, limits = log
     planter = faults(limits.groups_per_update, limits.eta)[name]
-    wrong = [changed for seed in range(6) if (changed := plant(events, planter, seed)) is not None]
+    wrong = [changed for seed in range(3) if (changed := plant(events, planter, seed)) is not None]
     assert wrong, 'no place for the fault in this log'
     assert [place for place, changed in enumerate(wrong) if find_violation(changed, limits) is None] == []
 

@@ -140,7 +140,8 @@ def test_devices_that_do_not_divide_the_heads_are_refused(devices):
 
 
 @pytest.mark.parametrize(
-    ('name', 'expert'), [('gpt_oss', 1), ('gpt_oss', 2), pytest.param('gemma3', 1, marks=pytest.mark.slow)]
+    ('name', 'expert'),
+    [('gpt_oss', 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ('gpt_oss', 'gemma3'))],
 )
 def test_families_decode_over_two_devices_what_one_device_does(name, expert):
     config = family_examples.CONFIGS[name]

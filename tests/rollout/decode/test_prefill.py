@@ -37,7 +37,9 @@ CONFIG = dataclasses.replace(TWO_LAYERS.config, n_layers=3)  # the keys of the t
 DECODER = Decoder(CONFIG)
 WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(40),)))
 PARTLY_WINDOWED = Decoder(dataclasses.replace(CONFIG, kinds=(LayerKind(), LayerKind(40), LayerKind(40))))
-any_block = pytest.mark.parametrize('block_tokens', [16, 24, 64, 100])
+any_block = pytest.mark.parametrize(
+    'block_tokens', [*(pytest.param(n, marks=pytest.mark.slow) for n in (16, 64)), 24, 100]
+)
 
 
 def tokens_of(name, length):
@@ -150,8 +152,9 @@ def test_samples_that_share_a_prompt_which_ends_inside_a_block(block_tokens):
         np.testing.assert_allclose(sequences.read(name, 0, 80), expected(1, 80), atol=1e-4)
 
 
-@pytest.mark.parametrize('decoder', [WINDOWED, PARTLY_WINDOWED], ids=['all layers', 'the second layer'])
-@pytest.mark.parametrize('block_tokens', [24, 64])
+@pytest.mark.parametrize(
+    ('decoder', 'block_tokens'), [(WINDOWED, 24), (PARTLY_WINDOWED, 64)], ids=['all layers', 'the second layer']
+)
 def test_a_sliding_window_reaches_into_the_prior(decoder, block_tokens):
     sequences = Sequences(block_tokens, decoder=decoder)
     sequences.prefill((1, 0, 70), (2, 0, 41))

@@ -91,7 +91,14 @@ def test_adapters_are_refused():
         build(adapted, weights='int8')
 
 
-@pytest.mark.parametrize('name', [name for name in family_examples.NAMES if name != 'gpt_oss'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        pytest.param(name, marks=[] if name in ('gemma3', 'yarn') else [pytest.mark.slow])
+        for name in family_examples.NAMES
+        if name != 'gpt_oss'
+    ],
+)
 def test_dense_families_decode_what_their_layers_in_8_bits_compute(name):
     # of gpt-oss the experts are not quantized: refused as for every model with experts
     config = family_examples.CONFIGS[name]

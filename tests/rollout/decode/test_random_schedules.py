@@ -473,7 +473,7 @@ def expected_events(block_tokens, cache_tokens, kv_policy):
     ('block_tokens', 'cache_tokens', 'kv_policy'),
     [
         pytest.param(4, 64, 'recompute', id='recompute'),
-        pytest.param(4, 64, 'keep', id='keep'),
+        pytest.param(4, 64, 'keep', id='keep', marks=pytest.mark.slow),  # of a family, below
         pytest.param(CONTEXT, 4 * CONTEXT, 'recompute', id='a block for each slot', marks=pytest.mark.slow),
     ],
 )
@@ -488,7 +488,7 @@ def test_random_schedules_give_what_a_decoder_without_a_cache_gives(block_tokens
 
 
 # the decoder of a family that keeps the keys of earlier tokens, but nothing else: no blocks, pieces, prefixes or rows
-@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize('kv_policy', [pytest.param('recompute', marks=pytest.mark.slow), 'keep'])
 @pytest.mark.parametrize(
     'name',
     [pytest.param(name, marks=[] if name == 'gpt_oss' else [pytest.mark.slow]) for name in family_examples.NAMES],

@@ -247,7 +247,7 @@ _STEPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize('programs', [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('programs', [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_verdict_is_that_of_a_plain_run(judge, programs):
     """Of generated harmless programs, against tests that every second one meets."""
     rng, counts = random.Random(0), {'ok': 0, 'wrong': 0, 'exception': 0}

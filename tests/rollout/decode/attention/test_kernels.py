@@ -1,5 +1,7 @@
 """The paged kernels lower for their devices in the shapes of models, and contain NaN; test_check.py has the values."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from areal_jax.rollout.decode.attention.pallas_kernels import (
     Tuning,
     default_tuning,
 )
+from tests.diagonal import diagonal
 
 # query heads, key heads, head size of SmolLM2-135M, Qwen2.5-7B and gpt-oss-20b
 SHAPES = {'smollm2': (9, 3, 64), 'qwen2.5-7b': (28, 4, 128), 'gpt-oss-20b': (64, 8, 64)}
@@ -41,18 +44,19 @@ def lower(attention, shape, dtype, platform, window=None, sinks=False):
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize(('window', 'sinks'), [(None, False), (512, False), (None, True), (128, True)])
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-@pytest.mark.parametrize('name', SHAPES)
+@pytest.mark.parametrize(
+    ('dtype', 'window', 'sinks', 'name'),
+    diagonal(itertools.product(('bfloat16', 'float32'), (None, 512, 128), (False, True)), SHAPES),
+)
 def test_pallas_gpu_lowers_for_cuda(name, dtype, window, sinks):
     text = lower(PallasGpuAttention(SHAPES[name][2]), SHAPES[name], dtype, 'cuda', window, sinks)
     assert text.count('@__gpu$xla.gpu.triton') == 1
 
 
-@pytest.mark.parametrize('window', [None, 512])
-@pytest.mark.parametrize('sinks', [False, True])
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-@pytest.mark.parametrize('name', SHAPES)
+@pytest.mark.parametrize(
+    ('dtype', 'window', 'sinks', 'name'),
+    diagonal(itertools.product(('bfloat16', 'float32'), (None, 512), (False, True)), SHAPES),
+)
 def test_pallas_tpu_lowers_for_tpu(name, dtype, window, sinks):
     heads, dim = SHAPES[name][1:]
     attention = HeadMajorTpuAttention(dim) if sinks else PallasTpuAttention(heads, dim)
