@@ -148,7 +148,7 @@ COMMAND = Command(
     flags=_define_flags,
     examples="""
     # the update of a small model on eight chips of TPU v5e
-    areal-aot --config=configs/tiny_cpu.py --topology=v5e:2x4 --config.cluster.learner=fsdp=8 --programs=learner \\
+    areal-aot --config=configs/tiny_cpu.py --topology=v5e:2x4 --config.cluster.learner=fsdp=8 --programs=learner \
         --config.learner.rows_per_microbatch=8
     # what the engines of a recipe compile for one GPU node, with four layers only
     areal-aot --config=configs/clusters/qwen3_8b_h100.py --topology='8 x H100' --programs=generate --layers=4
