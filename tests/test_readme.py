@@ -24,8 +24,6 @@ from areal_jax.app.command_line import load_config
 def get_config():
     config = load_config('tiny_cpu')
     config.run.steps = 3
-    config.telemetry.plots = config.telemetry.tensorboard = False
-    config.evaluation.samples = 2
     return config
 """
 

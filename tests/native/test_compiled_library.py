@@ -4,6 +4,7 @@ import concurrent.futures
 import errno
 import os
 import pathlib
+import shutil
 import stat
 import subprocess
 
@@ -64,6 +65,14 @@ def test_another_processor_source_or_compiler_gets_its_own_library(tmp_path, com
     monkeypatch.setattr(library, 'SOURCE', source)
     found.add(library.find_or_compile(tmp_path))
     assert len(found) == len(compiler()) == 4
+
+
+def test_the_same_source_at_another_place_has_the_same_library(tmp_path, compiler, monkeypatch):
+    first = library.find_or_compile(tmp_path / 'cache')
+    shutil.copytree(library.SOURCE.parent, tmp_path / 'clone')
+    monkeypatch.setattr(library, 'SOURCE', tmp_path / 'clone' / library.SOURCE.name)
+    assert library.find_or_compile(tmp_path / 'cache') == first
+    assert len(compiler()) == 1
 
 
 def test_a_directory_that_cannot_be_written_does_not_stop_the_process(tmp_path, compiler):
