@@ -34,6 +34,7 @@ _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,]*)\]')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r'(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)')
 _BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
+_INDEX = re.compile(r'index=(\d+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r'stack_frame_id=(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -112,10 +113,12 @@ def parse(text: str) -> Module:
         if header := _HEADER.match(line):
             name, lines = header[2], []
             entry = name if header[1] else entry
-        elif line.startswith('}') and name:
+        elif line == '}' and name:
             computations[name], name = tuple(lines), ''
         elif name and (found := _INSTRUCTION.match(line)):
             lines.append(_parse_instruction(found[1], found[2]))
+        elif name and lines:  # a kernel's own metadata has several lines, and the instruction's follows them
+            lines[-1] = dataclasses.replace(lines[-1], rest=lines[-1].rest + line)
     inside = frozenset(
         called
         for instructions in computations.values()
@@ -130,6 +133,7 @@ def _parse_instruction(name: str, text: str) -> Instruction:
     shape, text = _split_at_space(text)
     opcode, _, text = text.partition('(')
     operands, rest = _split_at_close(text)
+    operands = re.sub(r'/\*.*?\*/', '', operands)  # /*index=5*/
     names = tuple(part.split()[-1].lstrip('%') for part in _split_list(operands) if part.strip())
     arrays = tuple(Array(d, tuple(map(int, filter(None, sizes.split(','))))) for d, sizes in _ARRAY.findall(shape))
     return Instruction(name, tuple(one for one in arrays if one.dtype in _BYTES), opcode.strip(), names, rest)
@@ -184,13 +188,37 @@ def _count_times(computations: Mapping[str, Sequence[Instruction]], entry: str) 
 
 
 def _find_trips(loop: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> int:
-    """The iterations of a `while`: told by XLA, or the constant with which its condition compares; 1 if unknown."""
+    """The iterations of a `while`: told by XLA, or those of a counter from 0 up to a constant; 1 if unknown."""
     if told := _TRIPS.search(loop.rest):
         return int(told[1])
-    condition = re.search(r'condition=%?([\w.\-]+)', loop.rest)
-    lines = computations.get(condition[1], ()) if condition else ()
-    constants = [int(n) for one in lines if one.opcode == 'constant' for n in one.operands if n.isdecimal()]
-    return constants[0] if len(constants) == 1 and constants[0] > 0 else 1
+    condition, body = (_find_lines(loop, key, computations) for key in ('condition', 'body'))
+    constants = [
+        int(n) for one in condition.values() if one.opcode == 'constant' for n in one.operands if n.isdecimal()
+    ]
+    if len(constants) != 1 or not body:
+        return 1
+    places = [_INDEX.search(one.rest) for one in condition.values() if one.opcode == 'get-tuple-element']
+    results = list(body.values())[-1].operands
+    steps = {_find_step(results[int(place[1])], body) for place in places if place and int(place[1]) < len(results)}
+    step = max(steps, default=1)
+    return max(-(-constants[0] // max(step, 1)), 1)
+
+
+def _find_lines(
+    loop: Instruction, key: str, computations: Mapping[str, Sequence[Instruction]]
+) -> dict[str, Instruction]:
+    found = re.search(rf'{key}=%?([\w.\-]+)', loop.rest)
+    return {one.name: one for one in computations.get(found[1], ())} if found else {}
+
+
+def _find_step(name: str, body: Mapping[str, Instruction]) -> int:
+    """What an iteration adds to a counter: an unrolled loop adds more than 1. 0 if it is not a sum of constants."""
+    one = body.get(name)
+    if one is None:
+        return 0
+    if one.opcode == 'constant':
+        return int(one.operands[0]) if one.operands and one.operands[0].isdecimal() else 0
+    return sum(_find_step(operand, body) for operand in one.operands) if one.opcode in ('add', 'copy') else 0
 
 
 def _read_sources(text: str) -> dict[int, str]:

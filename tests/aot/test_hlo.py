@@ -36,16 +36,21 @@ StackFrames
 %body (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %arg = (s32[]{:T(128)}, f32[8,4]{1,0:T(8,128)}) parameter(0)
   %x = f32[8,4]{1,0:T(8,128)} get-tuple-element(%arg), index=1
-  %kernel = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="step/splash"}
+  %kernel = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{128}"
+}}, metadata={op_name="step/splash"}
   %gather = (f32[8,4], f32[16,4]) all-gather-start(%kernel), replica_groups=[2,2]<=[4], metadata={stack_frame_id=2}
   %scatter = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
-  ROOT %out = (s32[]{:T(128)}, f32[8,4]{1,0}) tuple(%x, %x)
+  %count = s32[]{:T(128)} get-tuple-element(%arg), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%count, %two)
+  ROOT %out = (s32[]{:T(128)}, /*index=1*/f32[8,4]{1,0}) tuple(%next, /*index=1*/%x)
 }
 
 %condition (arg: (s32[], f32[8,4])) -> pred[] {
   %arg = (s32[], f32[8,4]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%arg), index=0
-  %limit = s32[] constant(7)
+  %limit = s32[] constant(14)
   ROOT %less = pred[] compare(%i, %limit), direction=LT
 }
 
@@ -70,9 +75,9 @@ def mesh_of(**sizes):
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def test_a_tpus_loop_of_unknown_length_runs_as_often_as_its_condition_allows():
+def test_a_loop_that_is_unrolled_runs_as_often_as_its_counter_and_condition_allow():
     module = hlo.parse(TPU)
-    assert module.times['body'] == 7
+    assert module.times['body'] == 7  # 14 in steps of 2
     assert hlo.find_kernels(module) == {'tpu_custom_call splash': 7}
 
 
