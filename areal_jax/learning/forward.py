@@ -33,7 +33,7 @@ from areal_jax.models.experts import Routing, make_mix
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
 from areal_jax.models.vocabulary_divergence import Caps, clamped_entropy, count_kept, token_divergences
 from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
-from areal_jax.sharding.rules import ROW_AXES, TOKEN_AXES, data_shards
+from areal_jax.sharding.rules import ROW_AXES, TOKEN_AXES, data_shards, nearest_device
 from areal_jax.types import Tree
 
 Rows = Mapping[str, jax.Array]  # fields of a micro-batch [R, ...], see passes.training_rows
@@ -147,6 +147,7 @@ class Stream:
 
     def __init__(self, mesh: Mesh | None, rows: int, tokens: int):
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None  # None = one device, no sharding to state
+        self._whole = mesh  # also of one device, which may be described only
         self._rows, self._tokens = rows, tokens
         self._parts = (1, 1) if self.mesh is None else (data_shards(self.mesh), self.mesh.shape['context'])
         for size, parts, what in ((rows, self._parts[0], 'rows'), (tokens, self._parts[1], 'tokens of a row')):
@@ -175,8 +176,8 @@ class Stream:
 
     def mix(self) -> Mixer:
         """The product of experts for tokens of the flat stream."""
-        platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
-        return make_mix(platform, self.mesh, TOKEN_AXES)
+        device = jax.local_devices()[0] if self._whole is None else nearest_device(self._whole)
+        return make_mix(device, self.mesh, TOKEN_AXES)
 
     def _at(self, x: jax.Array, *spec: str | tuple[str, ...]) -> jax.Array:
         if self.mesh is None:

@@ -7,8 +7,9 @@ With a ClampedSwiglu (limit L, factor a) gate and up are the even and odd column
     y[t] = sum over j of weights[t, j] * ((up + 1) gate sigmoid(a gate) down[e] + down_bias[e]),
     gate = min(x[t] gate[e] + bias, L), up = x[t] up[e] + bias between -L and L
 
-Three functions compute it, for processors with and without a compiler and for accelerators; `choose_mixer` chooses one.
-No function drops a choice. The sum runs in the order of j, so a token's output does not depend on the other tokens.
+Three functions compute it, for processors with and without a compiler and for accelerators; `mixers_for` has those that
+can be used. No function drops a choice. The sum runs in the order of j, so a token's output does not depend on the
+other tokens.
 
 T tokens, k choices of each, N = T k, E experts, d model width, F width of an expert; B rows of a block. All take
 
@@ -31,12 +32,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from areal_jax.models.families import ClampedSwiglu
+from areal_jax.models.grouped.products import Hardware, kernels_for, multiply
 from areal_jax.native import compiled_library as library
 
 BLOCK_ROWS = 32  # the order of sums in XLA's products may depend on it, so it is the same for all batches
 _ROUNDED = 32  # kRounded of native/experts.h
 Mixer = Callable[..., jax.Array]  # (x, experts, weights, *leaves, swiglu=None) -> y
 _Gradients = tuple[jax.Array, None, jax.Array, jax.Array, jax.Array, jax.Array]
+Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _Leaves = tuple[jax.Array, ...]
 
 
@@ -300,54 +303,88 @@ def _put_block(rows: jax.Array, block: jax.Array, values: jax.Array) -> jax.Arra
     return lax.dynamic_update_slice_in_dim(rows, values, block * BLOCK_ROWS, 0)
 
 
-def mix_ragged(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array, swiglu: ClampedSwiglu | None = None
+def mix_grouped(
+    multiply: Multiply,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    *leaves: jax.Array,
+    swiglu: ClampedSwiglu | None = None,
 ) -> jax.Array:
-    """y by jax.lax.ragged_dot, for accelerators: on CPUs it multiplies every row with every expert."""
-    chosen = _without_others(experts, len(leaves[0]))
-    order, first, sizes = _sort_choices(chosen, len(leaves[0]))
-    is_used = (jnp.arange(chosen.size) < first[-1])[:, None]
-    # rows without a group may hold anything after a kernel
-    multiply = lambda rows, matrix: jnp.where(is_used, lax.ragged_dot(rows, matrix, sizes), 0)
-    rows = jnp.where(is_used, x[order // experts.shape[1]], 0)
+    """y by three products of all choices, sorted by expert, for accelerators.
+
+    Args:
+      multiply: (rows [N, K], matrices [E, K, M], sizes [E]) -> [N, M], differentiable, see grouped/products.py.
+    """
+    sizes, rows, expert = _sort_rows(experts, len(leaves[0]))
+    used = (rows.choice < experts.size)[:, None]
+    # a kernel leaves anything in rows without a group, and in their gradients
+    product = lambda left, matrix: jnp.where(used, multiply(left, matrix, sizes), 0)
+    weight = _take_filled(weights.reshape(-1), rows.choice)
+    left = _spread(x, rows)
     if swiglu is None:
         gate, up, down = leaves
-        _, _, inner = _activate(multiply(rows, gate), multiply(rows, up))
-        product = multiply(inner.astype(x.dtype), down)
-    else:
-        gate_up, gate_up_bias, down, down_bias = leaves
-        own = lambda bias: jnp.where(is_used, _take_filled(bias, chosen[order]), 0)
-        inner = _activate_clamped(swiglu, multiply(rows, gate_up), own(gate_up_bias))
-        product = multiply(inner.astype(x.dtype), down) + own(down_bias)
-    parts = weights.reshape(-1)[order, None] * product
-    row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-    return _sum_choices(parts.astype(x.dtype), row.reshape(experts.shape))
+        inner = _weigh(product(left, gate), product(left, up), weight)
+        return _collect(product(inner, down), rows)
+    gate_up, gate_up_bias, down, down_bias = leaves
+    own = lambda bias: _take_filled(bias, expert)
+    inner = weight[:, None] * _activate_clamped(swiglu, product(left, gate_up), own(gate_up_bias))
+    out = product(inner.astype(x.dtype), down) + weight[:, None] * own(down_bias)
+    return _collect(out.astype(x.dtype), rows)
 
 
-class _Way(NamedTuple):
-    """A mixer and the conditions under which it is used."""
+class _Rows(NamedTuple):
+    """Where each choice is among the rows that are sorted by expert."""
 
-    mix: Mixer
-    on_cpu: bool
-    dtype: str = ''  # '' = any
-    devices: int = 0  # at most; 0 = any number
-    compiled: bool = False  # needs the library of kernels
+    choice: jax.Array  # int32 [N], of each row; N = the row is not used
+    place: jax.Array  # int32 [T, k], the row of each choice; N = none
 
 
-WAYS = {  # the first one that can be used is chosen
-    'native': _Way(mix_native, on_cpu=True, dtype='float32', devices=1, compiled=True),
-    'blocks': _Way(mix_blocks, on_cpu=True),
-    'ragged': _Way(mix_ragged, on_cpu=False),
-}
+def _sort_rows(experts: jax.Array, n_experts: int) -> tuple[jax.Array, _Rows, jax.Array]:
+    """(rows of each expert [E], their choices, the expert of each row [N])."""
+    chosen = _without_others(experts, n_experts)
+    order, first, sizes = _sort_choices(chosen, n_experts)
+    row = jnp.arange(chosen.size, dtype=jnp.int32)
+    used = row < first[-1]
+    place = jnp.zeros_like(order).at[order].set(jnp.where(used, row, chosen.size), unique_indices=True)
+    rows = _Rows(jnp.where(used, order, chosen.size).astype(jnp.int32), place.reshape(experts.shape).astype(jnp.int32))
+    return sizes, rows, chosen[order]
 
 
-def choose_mixer(device_platform: str, dtype: jax.typing.DTypeLike, devices: int) -> Mixer:
-    """The fastest mixer for arrays of `dtype` on `devices` devices of a platform; on accelerators, check it first."""
-    return next(
-        way.mix
-        for way in WAYS.values()
-        if way.on_cpu == (device_platform == 'cpu')
-        and way.dtype in ('', jnp.dtype(dtype).name)
-        and devices <= (way.devices or devices)
-        and (not way.compiled or library.is_available())
-    )
+@jax.custom_vjp
+def _spread(x: jax.Array, rows: _Rows) -> jax.Array:
+    """The token of each row, [N, d]; its gradient is the sum of a token's rows, in order and float32."""
+    return _take_filled(x, rows.choice // rows.place.shape[1])
+
+
+@jax.custom_vjp
+def _collect(parts: jax.Array, rows: _Rows) -> jax.Array:
+    """The sum of a token's rows, [T, d]; the mirror image of _spread."""
+    return _sum_choices(parts, rows.place)
+
+
+_spread.defvjp(lambda x, rows: (_spread(x, rows), rows), lambda rows, d_rows: (_collect(d_rows, rows), None))
+_collect.defvjp(lambda parts, rows: (_collect(parts, rows), rows), lambda rows, dy: (_spread(dy, rows), None))
+
+
+@jax.checkpoint  # keeps the products in their dtype, not what is computed from them in float32
+def _weigh(h: jax.Array, u: jax.Array, weight: jax.Array) -> jax.Array:
+    _, _, inner = _activate(h, u)
+    return (weight[:, None] * inner).astype(h.dtype)
+
+
+def mixers_for(hardware: Hardware, dtype: str, sizes: tuple[int, ...]) -> dict[str, Mixer]:
+    """The mixers that can be used by name, the fastest first; those of accelerators must be checked.
+
+    Args:
+      dtype: of x and leaves.
+      sizes: d and F.
+    """
+    if hardware.platform == 'cpu':
+        has_kernels = dtype == 'float32' and library.is_available()
+        return {'native': mix_native} if has_kernels else {'blocks': mix_blocks}
+    found = kernels_for(hardware, dtype, sizes)
+    grouped: dict[str, Mixer] = {
+        name: functools.partial(mix_grouped, functools.partial(multiply, kernels)) for name, kernels in found.items()
+    }
+    return grouped | {'blocks': mix_blocks}

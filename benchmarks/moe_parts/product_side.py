@@ -66,9 +66,14 @@ def measure_square(mix: Callable[..., Any], choices: int) -> Callable[..., Any]:
 
 
 def find_mixer(name: str) -> Callable[..., Any]:
-    from areal_jax.models import expert_products
+    import functools
 
-    return mix_scanned if name == 'scan' else getattr(expert_products, f'mix_{name}')
+    import jax
+
+    from areal_jax.models.expert_products import mix_blocks, mix_grouped, mix_native
+
+    others = {'scan': mix_scanned, 'ragged': functools.partial(mix_grouped, jax.lax.ragged_dot)}
+    return ({'native': mix_native, 'blocks': mix_blocks} | others)[name]
 
 
 def mix_scanned(x: Any, experts: Any, weights: Any, *matrices: Any) -> Any:

@@ -4,21 +4,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.models import experts as expert_check
-from areal_jax.models.expert_products import choose_mixer
+from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.experts import make_mix
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_product_of_the_device_is_that_of_plain_jax(dtype, device):
-    assert expert_check.find_fault(choose_mixer(device.platform, dtype, 1), dtype) == ''
+def test_kernels_of_the_device_pass_their_check(dtype, device):
+    chosen = choose_checked_mixer(device, Demand(dtype, per_token=8, count=128, width=768, d=2048))
+    assert chosen.name != 'blocks'
+    assert chosen.faults == ()
 
 
 def test_it_is_chosen_inside_of_a_program_without_a_warning(device, capsys):
-    mix = make_mix(device.platform)
-    x, gate, down = jnp.ones((64, 32)), jnp.ones((4, 32, 16)), jnp.ones((4, 16, 32))
+    mix = make_mix(device)
+    x, gate, down = jnp.ones((64, 128)), jnp.ones((4, 128, 64)), jnp.ones((4, 64, 128))
     experts = jnp.tile(jnp.arange(2, dtype=jnp.int32), (64, 1))
     y = jax.jit(lambda x: mix(x, experts, jnp.full((64, 2), 0.5), gate, gate, down))(x)
     assert bool(jnp.isfinite(y).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import subprocess
@@ -13,19 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models import experts as expert_check
-from areal_jax.models.expert_products import choose_mixer, mix_blocks, mix_native, mix_ragged
+from areal_jax.models.expert_products import mix_blocks, mix_grouped, mix_native, mixers_for
 from areal_jax.models.families import ClampedSwiglu
+from areal_jax.models.grouped.products import Hardware
 from areal_jax.native import compiled_library as library
 from tests.native import needs_kernels
 
 HAS_KERNELS = library.is_available()
+mix_ragged = functools.partial(mix_grouped, jax.lax.ragged_dot)  # in the place of a kernel
 MIXERS = [
     pytest.param(mix_native, id='native', marks=needs_kernels),
     pytest.param(mix_blocks, id='blocks'),
-    pytest.param(mix_ragged, id='ragged'),
+    pytest.param(mix_ragged, id='grouped'),
 ]
-OWN = MIXERS[:2]  # which promise more than ragged_dot does
+OWN = MIXERS[:2]  # which promise more than kernels of others do
 
 
 class Case(NamedTuple):
@@ -204,41 +206,14 @@ def _digest_in_process(threads):
     ).stdout.strip()
 
 
-def test_the_fastest_mixer_that_can_be_used_is_chosen(monkeypatch):
-    expected = mix_native if HAS_KERNELS else mix_blocks
-    assert choose_mixer('cpu', jnp.float32, 1) is expected
-    assert choose_mixer('cpu', jnp.float32, 2) is choose_mixer('cpu', jnp.bfloat16, 1) is mix_blocks
-    assert choose_mixer('gpu', jnp.float32, 1) is choose_mixer('tpu', jnp.bfloat16, 8) is mix_ragged
+def test_the_mixers_that_can_be_used(monkeypatch):
+    cpu, gpu, tpu = Hardware('cpu'), Hardware('gpu', (9, 0), 132), Hardware('tpu')
+    assert mixers_for(cpu, 'float32', (24, 20)) == ({'native': mix_native} if HAS_KERNELS else {'blocks': mix_blocks})
+    assert mixers_for(cpu, 'bfloat16', (24, 20)) == {'blocks': mix_blocks}
+    assert list(mixers_for(gpu, 'bfloat16', (128, 64))) == ['mosaic', 'triton', 'blocks']
+    assert list(mixers_for(tpu, 'float32', (24, 20))) == ['megablox', 'blocks']
     monkeypatch.setattr(library, 'is_available', lambda: False)
-    assert choose_mixer('cpu', jnp.float32, 1) is mix_blocks
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_check_passes_what_is_right(dtype):
-    assert expert_check.choose_checked_mixer('gpu', dtype, 1) == (mix_ragged, '')
-    assert expert_check.choose_checked_mixer('cpu', dtype, 2) == (mix_blocks, '')
-
-
-def _fails(*_):
-    raise NotImplementedError('no such kernel')
-
-
-@pytest.mark.parametrize(
-    ('mix', 'said'),
-    [
-        (_fails, 'do not run here: no such kernel'),
-        (lambda x, experts, *rest: mix_ragged(x, experts.at[:, 0].set(0), *rest), 'output is off by'),
-        (lambda x, experts, weights, *rest: mix_ragged(x, experts, weights, *rest) + 1e-9 * rest[0][4].sum(), 'unused'),
-        (lambda x, experts, weights, *rest: mix_ragged(x, experts, jax.lax.stop_gradient(weights), *rest), 'weights'),
-    ],
-    ids=['raises', 'foreign expert', 'gradient of an unused expert', 'no gradient of weights'],
-)
-def test_the_check_rejects_what_is_wrong(monkeypatch, mix, said):
-    monkeypatch.setattr(expert_check, 'choose_mixer', lambda *_: mix)
-    chosen, fault = expert_check.choose_checked_mixer('gpu', 'float32', 1)
-    assert chosen is mix_blocks
-    assert said in fault
-    assert 'plain JAX is used' in fault
+    assert mixers_for(cpu, 'float32', (24, 20)) == {'blocks': mix_blocks}
 
 
 # Clamped experts with biases, as gpt-oss has them.

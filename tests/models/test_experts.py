@@ -216,14 +216,14 @@ def _name(value):
 
 @pytest.mark.parametrize(('axes', 'token_axes'), _MESHES, ids=_name)
 def test_a_mesh_computes_the_same_output_and_gradients(expected, axes, token_axes):
-    found = differentiate(make_mix('cpu', make_mesh(**axes), token_axes), *INPUTS)
+    found = differentiate(make_mix(jax.devices()[0], make_mesh(**axes), token_axes), *INPUTS)
     for name, value, wanted in zip(NAMES, found, expected, strict=True):
         assert np.linalg.norm(value - wanted) <= 2e-6 * np.linalg.norm(wanted), name
 
 
 def test_an_expert_or_a_token_without_a_choice_has_no_gradient():
     *inputs, dy = make_inputs(Case(8, 2, 24, 20, 64, 'few', 0.3))  # experts of odd number have no token
-    found = differentiate(make_mix('cpu', make_mesh(expert=4, fsdp=2), TOKEN_AXES), *inputs, dy)
+    found = differentiate(make_mix(jax.devices()[0], make_mesh(expert=4, fsdp=2), TOKEN_AXES), *inputs, dy)
     y, dx, _, d_gate, d_up, d_down = found
     for leaf in (d_gate, d_up, d_down):
         assert not leaf[1::2].any()
@@ -239,7 +239,9 @@ def test_tokens_are_exchanged_and_experts_stay_where_they_are():
     at = lambda *axes: NamedSharding(mesh, P(*axes))
     by_token, by_expert = at(TOKEN_AXES), at('expert')
     mix = jax.jit(
-        make_mix('cpu', mesh, TOKEN_AXES), in_shardings=(by_token,) * 3 + (by_expert,) * 3, out_shardings=by_token
+        make_mix(jax.devices()[0], mesh, TOKEN_AXES),
+        in_shardings=(by_token,) * 3 + (by_expert,) * 3,
+        out_shardings=by_token,
     )
     text = mix.lower(*INPUTS[:-1]).compile().as_text()
     exchanged = re.findall(r'= (\w+\[[\d,]*\])\S* (all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(', text)

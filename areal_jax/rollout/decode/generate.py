@@ -345,7 +345,7 @@ class Placement:
     @property
     def mix(self) -> Mixer:
         """The product of experts; the tokens are replicated."""
-        return make_mix(self.platform, self.mesh)
+        return make_mix(next(iter(self.rows.device_set)), self.mesh)
 
     def over_heads(self, attend: Attend) -> Attend:
         """Extends `attend` to all heads: each device computes its heads; call inside jax.jit."""

@@ -1,0 +1,1 @@
+"""Products of rows with the matrix of their group, and both gradients, by the kernels of accelerators."""
