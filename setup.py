@@ -24,6 +24,11 @@ DOCS = [
     *('sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6', 'sphinx-design>=0.6', 'sphinx-copybutton>=0.5'),
     'latex2mathml>=3.77',  # formulas without a script
 ]
+# areal-aot without a GPU: the compiler and what it calls, not the libraries that run programs
+AOT_GPU = [
+    *('jax-cuda13-plugin>=0.10.2,<0.13', 'jax-cuda13-pjrt>=0.10.2,<0.13'),
+    *('nvidia-cuda-nvcc>=13', 'nvidia-cuda-crt>=13', 'nvidia-nvvm>=13', 'nvidia-nvjitlink>=13'),
+]
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
 VERSION_FILE = HERE / 'areal_jax' / 'installation.py'
@@ -74,6 +79,8 @@ setup(
         'tpu': ['jax[tpu]>=0.10.2,<0.13'],
         'cuda12': ['jax[cuda12]>=0.10.2,<0.13'],
         'cuda13': ['jax[cuda13]>=0.10.2,<0.13'],
+        'aot-tpu': ['jax[tpu]>=0.10.2,<0.13'],  # areal-aot without a TPU: the compiler in libtpu
+        'aot-gpu': AOT_GPU,
         'serve': SERVE,
         'jetstream': [*SERVE, *JETSTREAM],  # JetStream itself stands in an environment of its own
         'hf': ['transformers>=5.0'],
@@ -117,6 +124,7 @@ setup(
     entry_points={
         'console_scripts': [
             'areal-train=areal_jax.main_train:run',
+            'areal-aot=areal_jax.main_aot:run',
             'areal-eval=areal_jax.main_eval:run',
             'areal-export=areal_jax.main_export:run',
             'areal-report=areal_jax.main_report:run',

@@ -6,7 +6,8 @@
 The directories are evaluations by areal-eval over the same problems (docs/gsm8k.md has the commands). lm_eval, in an
 environment of its own, answers the prompts of `--base` with transformers, float32 and greedy, and reads the answers by
 its own filter, the last number. `--model` is the base model as a directory of Hugging Face files. `--answers` keeps the
-answers of lm_eval: if the file is there, they are read instead.
+answers of lm_eval: if the file is there, they are read instead. `--prompts` gives lm_eval the first ones only: scores
+are then compared over these, and the check that lm_eval answered all of them fails.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--model', type=pathlib.Path, help='the base model, a directory of Hugging Face files')
     parser.add_argument('--answers', type=pathlib.Path, default=pathlib.Path('runs/gsm8k_lm_eval.json'))
     parser.add_argument('--problems', type=int, default=PROBLEMS, help='that every evaluation must have')
+    parser.add_argument('--prompts', type=int, help='that lm_eval answers; all without it')
     parser.add_argument('--json', type=pathlib.Path, help='file for the numbers')
     options = parser.parse_args(arguments)
     base = read_answers(options.base)
     if not options.answers.exists():
-        ask_lm_eval(options.lm_eval, options.model, base, options.answers)
+        ask_lm_eval(options.lm_eval, options.model, list(base.values())[: options.prompts], options.answers)
     trained = {path: read_answers(pathlib.Path(path)) for path in options.trained.split(',')}
     numbers = compare(base, trained, json.loads(options.answers.read_text()), options.problems)
     write_report(numbers, options.json)
@@ -59,11 +61,11 @@ def read_answers(evaluation: pathlib.Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def ask_lm_eval(python: str, model: pathlib.Path, base: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> None:
+def ask_lm_eval(python: str, model: pathlib.Path, base: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
     """Has lm_eval answer the prompts of `base`, in their order, and writes what it says to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     asked = out.with_suffix('.prompts.jsonl')
-    lines = [json.dumps({name: one[name] for name in ('prompt', 'tokens', 'gold')}) for one in base.values()]
+    lines = [json.dumps({name: one[name] for name in ('prompt', 'tokens', 'gold')}) for one in base]
     asked.write_text('\n'.join(lines) + '\n')
     subprocess.run([python, str(_SIDE), str(model), str(asked), str(out)], check=True, stdout=sys.stderr)
 
@@ -78,7 +80,9 @@ def compare(
     rewards = {name: [answers[question]['reward'] for question in base] for name, answers in trained.items()}
     ours = [one['reward'] for one in base.values()]
     lm_eval = mean_interval(theirs['exact_match'])
-    same = [one['text'].strip() == text.strip() for one, text in zip(base.values(), theirs['texts'], strict=True)]
+    asked = list(base.values())[: len(theirs['texts'])]  # by lm_eval
+    same = [one['text'].strip() == text.strip() for one, text in zip(asked, theirs['texts'], strict=True)]
+    of_asked = statistics.fmean(one['reward'] for one in asked)
     low, high = lm_eval.low, lm_eval.high
     assert low is not None
     assert high is not None
@@ -87,11 +91,13 @@ def compare(
         'base_stopped': statistics.fmean(one['finish_reason'] == 'stop' for one in base.values()),
         'trained': {name: describe(scores) for name, scores in rewards.items()},
         'gains': {name: vars(gain(ours, scores)) for name, scores in rewards.items()},
+        'base_of_lm_evals_prompts': of_asked,
         'lm_eval': vars(lm_eval) | {'prompts_of_equal_tokens': theirs['equal_tokens'], 'equal_texts': sum(same)},
         'checks': {
             f'{problems} problems': {len(base), *map(len, trained.values())} == {problems},
-            'lm_eval reads the same tokens': theirs['equal_tokens'] == len(base),
-            "the base model's score is in the interval of lm_eval's": low <= statistics.fmean(ours) <= high,
+            'lm_eval answered all': len(asked) == len(base),
+            'lm_eval reads the same tokens': theirs['equal_tokens'] == len(asked),
+            "the base model's score is in the interval of lm_eval's": low <= of_asked <= high,
         },
     }
 

@@ -32,7 +32,7 @@ from areal_jax.learning.programs import (
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings, sequence_effective_sample_size
 from areal_jax.learning.weights import policy_leaves
-from areal_jax.sharding.placement import place
+from areal_jax.sharding.placement import describe, place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup, Tree
 
@@ -241,20 +241,21 @@ class Passes:
     def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that updates run; `state` may be described only."""
         settings = self._settings
-        working = state.params
+        working, rate = state.params, describe(np.float32(0), replicated(self._mesh))
         if settings.learner.dtype != 'float32':
             working = describe_cast(state.params, settings.learner.dtype)
             yield 'cast', (state.params,)
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, settings.objective)
-            scalars = training = self._scalars(denominator, version=0, first=True)
-            one = self._layout.place({name: array[0] for name, array in rows.items()})
+            scalars = training = self._describe_scalars(denominator)
+            one = self._layout.describe({name: array[0] for name, array in rows.items()})
             if settings.learner.evens_experts:
-                training = {**scalars, **self._place_loads(np.zeros(self._layout.expert_shape, np.float32))}
+                loads = jax.ShapeDtypeStruct(self._layout.expert_shape, np.float32, sharding=replicated(self._mesh))
+                training = {**scalars, EXPERT_LOADS: loads}
                 yield 'loads', (policy_leaves(working), policy_leaves(state.frozen), one, scalars)
             if settings.learner.accumulate == 'scan':
-                whole = self._layout.place(rows)
-                yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, self._rate())
+                whole = self._layout.describe(rows)
+                yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, rate)
             if settings.learner.accumulate == 'dispatch':
                 yield 'accumulate', (state.params, working, state.frozen, one, training)  # gradients are like params
             objective = settings.objective
@@ -270,17 +271,14 @@ class Passes:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
             yield 'zeros', (state.params,)
-            yield 'apply', (state.params, state.optimizer, state.params, self._rate())
+            yield 'apply', (state.params, state.optimizer, state.params, rate)
 
     def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that `logprobs` runs for such weights."""
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, self._settings.objective)
-            one = self._layout.place({name: array[0] for name, array in rows.items()})
-            yield (
-                'logprobs',
-                (policy_leaves(weights), policy_leaves(frozen), one, self._scalars(denominator, version=0, first=True)),
-            )
+            one = self._layout.describe({name: array[0] for name, array in rows.items()})
+            yield 'logprobs', (policy_leaves(weights), policy_leaves(frozen), one, self._describe_scalars(denominator))
 
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
         whole = self._layout.place(rows)
@@ -337,8 +335,16 @@ class Passes:
         return factor, {'brake': np.asarray(factor, np.float32)}
 
     def _scalars(self, denominator: float, version: int, first: bool, follows: bool | None = None) -> Scalars:
+        return place(self._host_scalars(denominator, version, first, follows), replicated(self._mesh)) | self._beside
+
+    def _describe_scalars(self, denominator: float) -> Scalars:
+        return describe(self._host_scalars(denominator, 0, True, None), replicated(self._mesh)) | self._beside
+
+    def _host_scalars(
+        self, denominator: float, version: int, first: bool, follows: bool | None
+    ) -> dict[str, np.generic]:
         settings = self._settings
-        scalars = training_scalars(
+        return training_scalars(
             follows_routes=(settings.learner.routes == 'replay' if follows is None else follows)
             if settings.records_routes
             else None,
@@ -347,7 +353,6 @@ class Passes:
             temperature=settings.rollout.temperature,
             weights_are_proximal=first,
         )
-        return place(scalars, replicated(self._mesh)) | self._beside
 
     def _rate(self, factor: float = 1.0) -> jax.Array:
         return place(np.float32(self._learning_rate * factor), replicated(self._mesh))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from areal_jax.columns import declared
 from areal_jax.config.cluster import LEARNER
@@ -19,8 +19,8 @@ from areal_jax.models.attention.backends import BACKENDS, shares_prompts
 from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.experts import require_experts
 from areal_jax.models.families import ModelConfig
-from areal_jax.sharding.placement import place
-from areal_jax.sharding.rules import data_shards, row_sharding
+from areal_jax.sharding.placement import describe, place
+from areal_jax.sharding.rules import data_shards, nearest_device, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -52,6 +52,7 @@ class RowLayout:
             window=next((window for window in config.windows if window), None),
             slices=mesh.shape['context'] > 1,
             sinks=config.sinks,
+            device=nearest_device(mesh),
         )
         # not every attention backend can show one prompt to several answers
         self.packing = settings.learner.packing if shares_prompts(self.attention) else 'ordinary'
@@ -115,7 +116,14 @@ class RowLayout:
 
     def place(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Places rows [R, ...] or [M, R, ...] on the mesh."""
-        return place(dict(rows), row_sharding(self._mesh, leading_axes=rows['tokens'].ndim - 2))
+        return place(dict(rows), self._sharding(rows))
+
+    def describe(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Describes the result of `place`, also on a mesh of devices that are not there."""
+        return describe(dict(rows), self._sharding(rows))
+
+    def _sharding(self, rows: Mapping[str, np.ndarray]) -> NamedSharding:
+        return row_sharding(self._mesh, leading_axes=rows['tokens'].ndim - 2)
 
     def empty_batches(self) -> Iterator[PackedBatch]:
         """Yields a batch of padding for every shape that an update may have."""

@@ -408,6 +408,14 @@ class ModelConfig:
         if self.experts and not all(layer in range(self.n_layers) for layer in self.experts.dense_layers):
             raise ConfigError(f'dense layers {self.experts.dense_layers} must be layers, 0 to {self.n_layers - 1}')
 
+    def cut(self, layers: int) -> ModelConfig:
+        """The model with its first `layers` layers only."""
+        kinds = self.kinds[:layers] if len(self.kinds) > 1 else self.kinds
+        experts = self.experts and dataclasses.replace(
+            self.experts, dense_layers=tuple(layer for layer in self.experts.dense_layers if layer < layers)
+        )
+        return dataclasses.replace(self, n_layers=layers, kinds=kinds, experts=experts)
+
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer if len(self.kinds) > 1 else 0]
 

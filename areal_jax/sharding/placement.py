@@ -63,6 +63,14 @@ def place(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(_place_leaf, tree, over)
 
 
+def describe(tree: Tree, shardings: Tree) -> Tree:
+    """Describes the result of `place` (shapes, dtypes, shardings), also for devices that are not there."""
+    whole = isinstance(shardings, Sharding)
+    over = jax.tree.map(lambda _: shardings, tree) if whole else shardings
+    one = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(one, tree, over)
+
+
 def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
     """An array with this sharding; every process reads the part that its own devices hold.
 

@@ -108,25 +108,32 @@ class Allocation:
         return {'learner': [device.id for device in self.learner.devices.flat], 'engines': engines}
 
 
-def allocate(learner: LearnerLayout, engines: EnginesLayout, *, from_end: bool = False) -> Allocation:
+def allocate(
+    learner: LearnerLayout,
+    engines: EnginesLayout,
+    *,
+    from_end: bool = False,
+    devices: Sequence[jax.Device] | None = None,
+) -> Allocation:
     """The learner's mesh over the first devices, and the devices of the engines.
 
     Engines that do not share devices get the ones after the learner's; engines that share decode on the first local
     device. With `from_end` the first engine has the last devices, so that engines keep theirs when others come and go.
+    `devices` are those of another machine, which is only described; None = all of this run.
 
     Raises ConfigError if there are too few devices, or if engines do not share devices in a run of several processes,
     which is not built yet.
     """
-    available = jax.devices()
+    available = jax.devices() if devices is None else list(devices)
     if engines.devices and jax.process_count() > 1:
         raise ConfigError(
             f'{ENGINES}={str(engines)!r}: devices of their own for engines of a learner over {jax.process_count()} '
             f"processes (hosts) are not built yet; use '{engines.count} x shared'"
         )
     require_fit(learner, engines, len(available), available[0].platform)
-    mesh = mesh_of(learner)
+    mesh = mesh_of(learner, devices)
     if engines.shared:
-        return Allocation(mesh, ((jax.local_devices()[0],),) * engines.count)
+        return Allocation(mesh, ((nearest_device(mesh),),) * engines.count)
     if from_end:
         return Allocation(mesh, tuple(devices[::-1] for devices in _share_out(available[::-1], engines)))
     return Allocation(mesh, _share_out(available[learner.devices :], engines))

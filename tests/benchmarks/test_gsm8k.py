@@ -43,6 +43,12 @@ def test_a_check_that_fails_is_named():
     assert failed(compare(many, {}, few, 20)) == ["the base model's score is in the interval of lm_eval's"]
 
 
+def test_some_prompts_are_compared_among_themselves_and_are_not_all():
+    found = compare(answers([1.0, 0, 1, 1]), {}, lm_eval([1, 0]), 4)
+    assert found['base_of_lm_evals_prompts'] == found['lm_eval']['mean'] == 0.5
+    assert failed(found) == ['lm_eval answered all']
+
+
 def test_the_greedy_answer_of_an_evaluation_is_read(tmp_path):
     greedy = {'sample': 'greedy', 'text': 'so 2', 'reward': 1.0, 'finish_reason': 'stop', 'label': 'ok'}
     sampled = greedy | {'sample': 1, 'text': 'no', 'reward': 0.0}

@@ -102,7 +102,7 @@ def test_a_run_decodes_with_the_kernel(tmp_path, on_gpu, capsys):
 @pytest.mark.parametrize('dtype', ALLOWED)
 def test_packed_prefills_take_a_kernel_where_the_device_has_one(dtype, device, on_gpu):
     # chosen inside of a program, the check of a kernel failed, and loops of XLA took its place: a hundred times slower
-    chosen, rejected = choose_row_attention(TINY, dtype)
+    chosen, rejected = choose_row_attention(TINY, dtype, device)
     assert rejected == ()
     kernel = 'cudnn' if dtype == 'bfloat16' else 'pallas'
     assert chosen == ({(False, False): kernel, (False, True): 'pallas'} if on_gpu else BLOCKED_ROWS)

@@ -444,7 +444,7 @@ def describe_run(config: config_dict.ConfigDict) -> str:
     generates = find_objective(config.loss.objective).generates
     allocation = build.build_allocation(tracked) if generates else Allocation(build.build_mesh(tracked), ())
     sizes = measure(tracked, shape, allocation)
-    if generates and (joined := _join_roles(config)) is not None:
+    if generates and (joined := join_roles(config)) is not None:
         allocation = build.build_allocation(joined)
         of_engines = _sizes_of_engines(joined, shape, allocation)
         sizes = dataclasses.replace(sizes, engines=next(iter(of_engines.values())), by_devices=of_engines)
@@ -463,7 +463,7 @@ def describe_run(config: config_dict.ConfigDict) -> str:
     return '\n'.join(lines)
 
 
-def _join_roles(config: config_dict.ConfigDict) -> TrackedConfig | None:
+def join_roles(config: config_dict.ConfigDict) -> TrackedConfig | None:
     """Returns the config with its engines in the learner's process; None unless they are servers of this project."""
     server, learner = find_server(config.rollout.server), parse_learner(config.cluster.learner)
     if server.in_process or not server.has_own_engines:

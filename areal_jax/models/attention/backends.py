@@ -30,7 +30,7 @@ class AttentionError(UserError, ValueError):
 class Backend:
     """The features of a backend. All have segments, causal masks, sliding windows, grouped queries and sinks."""
 
-    platforms: tuple[str, ...]  # of jax.default_backend(); empty = any
+    platforms: tuple[str, ...]  # of a jax.Device; empty = any
     dtypes: tuple[str, ...]
     shares_prompts: bool  # parent_ids that differ from segment_ids, and windows over positions other than places
     slices: bool  # queries of a part of the row (context parallelism)
@@ -90,9 +90,9 @@ def choose_implementation(
     """The backend to use: the best one for 'auto', else `impl`, after checking that it supports the call.
 
     Args:
-      platform: of jax.default_backend().
+      platform: of a jax.Device, see `describe_device`.
       tokens: of a row.
-      head_dim, capability: of the model and of a CUDA device, see `local_device`; None = not checked.
+      head_dim, capability: of the model and of a CUDA device, see `describe_device`; None = not checked.
       shares_prompts, slices: features that the mask must express, see packed_attention.
       window, sinks: likewise; every backend has them, but 'auto' may prefer another.
       excluded: backends that 'auto' passes over.
@@ -143,10 +143,19 @@ def missing_feature(impl: str, demand: Demand) -> str | None:
 
 
 def local_device() -> tuple[str, tuple[int, int] | None]:
-    """(platform, CUDA compute capability or None) of the first device of this process."""
-    device = jax.local_devices()[0]
+    """`describe_device` of the first device of this process."""
+    return describe_device(jax.local_devices()[0])
+
+
+def describe_device(device: jax.Device) -> tuple[str, tuple[int, int] | None]:
+    """(platform, CUDA compute capability or None) of a device, which may belong to a described topology."""
     major, _, minor = str(getattr(device, 'compute_capability', '')).partition('.')
-    return jax.default_backend(), (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+    return device.platform, (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def is_attached(device: jax.Device) -> bool:
+    """Whether this process can run programs on the device: it cannot on one of a topology that is only described."""
+    return device in jax.local_devices()
 
 
 def jax_settings() -> str:

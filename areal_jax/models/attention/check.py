@@ -18,8 +18,9 @@ from areal_jax.models.attention.backends import (
     AttentionError,
     Backend,
     choose_implementation,
+    describe_device,
+    is_attached,
     jax_settings,
-    local_device,
     packed_attention,
 )
 
@@ -105,14 +106,20 @@ def choose_checked(
     window: int | None = None,
     slices: bool = False,
     sinks: bool = False,
+    device: jax.Device | None = None,
 ) -> tuple[str, tuple[str, ...]]:
-    """(the backend to use on this device, why 'auto' rejected faster ones); see choose_implementation.
+    """(the backend to use on the device, why 'auto' rejected faster ones); see choose_implementation.
 
-    A process checks a backend once for each dtype, head size and kind of mask: further learners take the result.
+    A process checks a backend once for each dtype, head size and kind of mask: further learners take the result. On a
+    device of a topology that is only described nothing can be checked.
+
+    Args:
+      device: None = the first of this process.
 
     Raises AttentionError if a backend that was asked for by name fails its self-check.
     """
-    platform, capability = local_device()
+    device = jax.local_devices()[0] if device is None else device
+    platform, capability = describe_device(device)
     excluded: dict[str, str] = {}
     while True:
         name = choose_implementation(
@@ -120,10 +127,11 @@ def choose_checked(
             window=window, slices=slices, sinks=sinks, excluded=excluded,
         )  # fmt: skip
         try:
-            _check_once(
-                name, BACKENDS[name], (platform, capability), jax_settings(),
-                jnp.dtype(dtype).name, head_dim, window is not None, slices, sinks,
-            )  # fmt: skip
+            if is_attached(device):
+                _check_once(
+                    name, BACKENDS[name], (platform, capability), jax_settings(),
+                    jnp.dtype(dtype).name, head_dim, window is not None, slices, sinks,
+                )  # fmt: skip
             return name, tuple(excluded.values())
         except AttentionError as error:
             if impl != 'auto':

@@ -404,7 +404,7 @@ def place(
         sinks=config.sinks,
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
-    rows, rejected_rows = choose_row_attention(config, dtype.name)
+    rows, rejected_rows = choose_row_attention(config, dtype.name, devices[0])
     rejected += rejected_rows
     # computes the same as the learner's decoder, in the form that is fast for few tokens on this hardware
     decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices, weights))

@@ -215,7 +215,9 @@ class JaxDecodeBackend:
         self._decoder, self._attention = self.placement.decoder, self.placement.attention
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
-        self.declared_prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
+        self.declared_prefills = prefill.declared_buckets(
+            self._buckets, block_tokens, context_tokens, self.placement.platform
+        )
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
         where = self.placement
@@ -357,7 +359,7 @@ class JaxDecodeBackend:
         return jax.block_until_ready(self.initial_program())
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
-        return prefill.bucket_for(spans, self._buckets, self.block_tokens, self.context_tokens)
+        return prefill.bucket_for(spans, self._buckets, self.block_tokens, self.context_tokens, self.placement.platform)
 
     @property
     def largest_piece(self) -> int:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config.generation import MOST_PREFILL_BUCKETS
-from areal_jax.models.attention.backends import MAX_TILE_TOKENS, local_device, packed_attention, tile_tokens
+from areal_jax.models.attention.backends import MAX_TILE_TOKENS, packed_attention, tile_tokens
 from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
@@ -78,13 +78,13 @@ _KINDS = tuple((windowed, has_prior) for windowed in (False, True) for has_prior
 BLOCKED_ROWS: RowAttention = dict.fromkeys(_KINDS, 'blocked')  # on any platform
 
 
-def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention, tuple[str, ...]]:
-    """Returns (the attention of a model's packed rows on this device, why faster ones were rejected).
+def choose_row_attention(config: ModelConfig, dtype: str, device: jax.Device) -> tuple[RowAttention, tuple[str, ...]]:
+    """Returns (the attention of a model's packed rows on the device, why faster ones were rejected).
 
     Chosen as 'auto' in training, but never 'dense', whose sums depend on a token's place in the row. Call it outside a
     trace, because the check runs kernels.
     """
-    if local_device()[0] == 'cpu':
+    if device.platform == 'cpu':
         return BLOCKED_ROWS, ()
     windows = {window is not None for window in config.windows}
     chosen, rejected = dict[tuple[bool, bool], str](), dict[str, None]()
@@ -99,6 +99,7 @@ def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention,
             window=1 if windowed else None,
             slices=has_prior,
             sinks=config.sinks,
+            device=device,
         )
         chosen[windowed, has_prior] = name
         rejected |= dict.fromkeys(reasons)
@@ -108,8 +109,10 @@ def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention,
 # Shapes.
 
 
-def declared_buckets(sizes: Sequence[int], block_tokens: int, context_tokens: int) -> tuple[PrefillBucket, ...]:
-    """Returns the buckets for rows of `sizes` tokens, ascending, at most MAX_BUCKETS.
+def declared_buckets(
+    sizes: Sequence[int], block_tokens: int, context_tokens: int, platform: str
+) -> tuple[PrefillBucket, ...]:
+    """Returns the buckets for rows of `sizes` tokens on a platform, ascending, at most MAX_BUCKETS.
 
     The last size has a bucket with a prior for any position of a sequence, and every size has one without a prior, or
     with the whole prior if that costs next to nothing. While there is room, the other sizes get buckets with the whole
@@ -127,28 +130,32 @@ def declared_buckets(sizes: Sequence[int], block_tokens: int, context_tokens: in
         return PrefillBucket(tokens, _prior_positions(max(tokens, (context_tokens - 1) // divisor), block_tokens))
 
     whole = {tokens: with_prior(tokens, 1) for tokens in reversed(sizes)}
-    least = [whole[n] if _is_cheap(whole[n]) else PrefillBucket(n, 0) for n in sizes]
+    least = [whole[n] if _is_cheap(whole[n], platform) else PrefillBucket(n, 0) for n in sizes]
     smaller = [with_prior(n, divisor) for divisor in (_SMALLER_PRIOR, _SMALLER_PRIOR**2) for n in whole]
-    worth = [bucket for bucket in smaller if not _is_cheap(bucket) and 2 * bucket.prior <= whole[bucket.tokens].prior]
+    worth = [
+        bucket
+        for bucket in smaller
+        if not _is_cheap(bucket, platform) and 2 * bucket.prior <= whole[bucket.tokens].prior
+    ]
     wanted = dict.fromkeys([whole[sizes[-1]], *least, *whole.values(), *worth])  # by importance, each once
     return tuple(sorted(list(wanted)[:MAX_BUCKETS]))
 
 
-def _is_cheap(bucket: PrefillBucket) -> bool:
+def _is_cheap(bucket: PrefillBucket, platform: str) -> bool:
     """Whether the prior costs so little that a program without it is not worth its compilation.
 
     Only the kernels of accelerators are faster for rows without prior.
     """
-    return bucket.prior <= 2 * bucket.tokens and local_device()[0] == 'cpu'
+    return bucket.prior <= 2 * bucket.tokens and platform == 'cpu'
 
 
 def bucket_for(
-    spans: Sequence[Span], sizes: Sequence[int], block_tokens: int, context_tokens: int
+    spans: Sequence[Span], sizes: Sequence[int], block_tokens: int, context_tokens: int, platform: str
 ) -> PrefillBucket | None:
     """Returns the smallest declared bucket that holds all spans, by tokens, then by prior; None if no bucket does."""
     if len(spans) > MAX_PIECES:
         return None
-    for bucket in _declared(tuple(sizes), block_tokens, context_tokens):
+    for bucket in _declared(tuple(sizes), block_tokens, context_tokens, platform):
         if _overflow(spans, bucket, block_tokens) is None:
             return bucket
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -105,7 +107,7 @@ def test_a_backend_that_does_not_run_here_is_refused():
 
 
 def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
-    monkeypatch.setattr(check, 'local_device', lambda: ('tpu', None))
+    monkeypatch.setattr(check, 'describe_device', lambda device: ('tpu', None))
     monkeypatch.setattr(splash, 'attend_rows', wrong_heads(flash.attend_dense))
     facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16}
     name, reasons = choose_checked('auto', **facts)
@@ -113,6 +115,14 @@ def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
     assert [r.split(':')[0] for r in reasons] == ["attention 'splash' fails its self-check"]
     with pytest.raises(AttentionError, match="'splash' fails its self-check"):
         choose_checked('splash', **facts)
+
+
+def test_on_a_device_that_is_only_described_nothing_is_checked(monkeypatch):
+    monkeypatch.setattr(check, 'self_check', lambda *args, **kwargs: pytest.fail('the check ran'))
+    described = types.SimpleNamespace(platform='tpu')  # of a topology: no process has it
+    facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16, 'device': described}
+    assert choose_checked('auto', **facts) == ('splash', ())
+    assert choose_checked('blocked', **facts) == ('blocked', ())
 
 
 def test_a_run_on_this_machine_gets_a_checked_backend():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.decode import prefill
+from areal_jax.rollout.decode import generate, prefill
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import GatherAttention, LoopAttention
 from areal_jax.rollout.decode.decode_rows import EngineState
@@ -80,7 +81,7 @@ class Sequences:
     def prefill(self, *spans, bucket=None):
         """One prefill of (name, start, stop)."""
         pieces = [self.piece(*span) for span in spans]
-        bucket = bucket or bucket_for([piece.span for piece in pieces], SIZES, self.block_tokens, CONTEXT)
+        bucket = bucket or bucket_for([piece.span for piece in pieces], SIZES, self.block_tokens, CONTEXT, 'cpu')
         packed = pack_pieces(pieces, bucket, self.block_tokens, BLOCKS)
         self.cache = program(self.decoder, self.attention)(weights(), self.cache, packed)
 
@@ -144,7 +145,7 @@ def test_samples_that_share_a_prompt_which_ends_inside_a_block(block_tokens):
     # both continue as sequence 1 does, so both must be its forward pass
     pieces = [sequences.piece(1, prompt, 80), sequences.piece(2, prompt, 80)]
     pieces[1] = dataclasses.replace(pieces[1], tokens=pieces[0].tokens)
-    bucket = bucket_for([piece.span for piece in pieces], SIZES, block_tokens, CONTEXT)
+    bucket = bucket_for([piece.span for piece in pieces], SIZES, block_tokens, CONTEXT, 'cpu')
     packed = pack_pieces(pieces, bucket, block_tokens, BLOCKS)
     sequences.cache = program()(weights(), sequences.cache, packed)
     for name in (1, 2):
@@ -214,7 +215,7 @@ def test_a_broken_sequence_stays_alone():
 
 @any_block
 def test_a_piece_does_not_depend_on_company_or_place(block_tokens):
-    bucket = declared_buckets(SIZES, block_tokens, CONTEXT)[-1]
+    bucket = declared_buckets(SIZES, block_tokens, CONTEXT, 'cpu')[-1]
 
     def second_part(*before, after=()):
         sequences = Sequences(block_tokens)
@@ -285,7 +286,7 @@ def memory(attention, bucket, context_tokens, slots=8, block_tokens=64):
 @pytest.mark.parametrize('attention', [GatherAttention(1), LoopAttention()], ids=['gather', 'loops'])
 @pytest.mark.parametrize('context_tokens', [4096, 16384])
 def test_memory_is_that_of_one_row_and_the_cache_is_written_in_place(attention, context_tokens):
-    *_, bucket = declared_buckets((128, 512), 64, context_tokens)
+    *_, bucket = declared_buckets((128, 512), 64, context_tokens, 'cpu')
     assert bucket == (512, context_tokens)
     temporary, cache, in_place = memory(attention, bucket, context_tokens)
     # activations of the 512 tokens, and 4 copies of the row's keys and values, of which 2 heads of 64 are 1,024 bytes
@@ -306,27 +307,27 @@ def test_at_most_six_buckets_hold_every_piece_of_a_sequence():
     for sizes in ((128,), (128, 512), (64, 256, 1024), (16, 32, 64, 128, 256)):
         for context in (24, 192, 2048, 16384):
             for block in (4, 24, 64, 192):
-                found = declared_buckets(sizes, block, context)
+                found = declared_buckets(sizes, block, context, 'cpu')
                 assert len(found) <= MAX_BUCKETS
-                assert [b.tokens for b in found if b == bucket_for([Span(0, b.tokens)], sizes, block, context)] == [
-                    *sizes
-                ]
+                assert [
+                    b.tokens for b in found if b == bucket_for([Span(0, b.tokens)], sizes, block, context, 'cpu')
+                ] == [*sizes]
                 for length in sizes:
                     last = Span(max(0, context - 1 - length), context - 1)
-                    assert bucket_for([last], sizes, block, context) is not None
+                    assert bucket_for([last], sizes, block, context, 'cpu') is not None
 
 
 def test_buckets_of_a_short_and_of_a_long_context():
     # a prior of up to twice the row costs nothing on a CPU, so there is no second program without
-    assert declared_buckets((128, 512), 64, 192) == ((128, 192), (512, 512))
+    assert declared_buckets((128, 512), 64, 192, 'cpu') == ((128, 192), (512, 512))
     whole, part = 16384, 4096
-    assert declared_buckets((128, 512), 64, 16384) == (
+    assert declared_buckets((128, 512), 64, 16384, 'cpu') == (
         (128, 0), (128, part), (128, whole), (512, 0), (512, part), (512, whole),
     )  # fmt: skip
 
 
 def test_the_smallest_bucket_that_holds_all_spans():
-    choose = lambda *pairs: bucket_for(spans(*pairs), (128, 512), 64, 16384)
+    choose = lambda *pairs: bucket_for(spans(*pairs), (128, 512), 64, 16384, 'cpu')
     assert choose((0, 128)) == (128, 0)  # exact fit
     assert choose((0, 129)) == (512, 0)
     assert choose((0, 100), (0, 28)) == (128, 0)
@@ -415,7 +416,7 @@ def test_a_wrong_piece_is_named(pieces, message):
 )
 def test_wrong_sizes_are_named(sizes, message):
     with pytest.raises(ValueError, match=message):
-        declared_buckets(sizes, 64, 128)
+        declared_buckets(sizes, 64, 128, 'cpu')
 
 
 # The attention of rows.
@@ -429,7 +430,8 @@ def test_the_attention_of_rows_is_chosen_once_for_each_kind_and_before_any_progr
         asked.append((demand['window'] is not None, demand['slices']))
         return 'blocked', (('cudnn is missing',) if demand['slices'] else ())
 
-    monkeypatch.setattr(prefill, 'local_device', lambda: ('gpu', (9, 0)))
+    gpu = types.SimpleNamespace(platform='gpu')
+    monkeypatch.setattr(generate, 'choose_row_attention', lambda *asked: choose_row_attention(*asked[:2], gpu))
     monkeypatch.setattr(prefill, 'choose_checked', choose)
     backend = JaxDecodeBackend(
         PARTLY_WINDOWED, slots=2, context_tokens=64, block_tokens=16, prefill_buckets=(32,), decode_steps=1,
@@ -442,5 +444,5 @@ def test_the_attention_of_rows_is_chosen_once_for_each_kind_and_before_any_progr
 
 
 def test_on_a_cpu_rows_are_blocked():
-    assert choose_row_attention(PARTLY_WINDOWED.config, 'float32') == (BLOCKED_ROWS, ())
+    assert choose_row_attention(PARTLY_WINDOWED.config, 'float32', jax.devices()[0]) == (BLOCKED_ROWS, ())
     assert set(BLOCKED_ROWS.values()) == {'blocked'}

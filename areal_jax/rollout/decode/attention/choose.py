@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention.backends import AttentionError
+from areal_jax.models.attention.backends import AttentionError, describe_device, is_attached
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.loops import (
     BlocksFirst,
@@ -165,18 +165,13 @@ def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
     found, dtype = IMPLEMENTATIONS[name], jnp.dtype(demand.dtype).name
     if found.platforms and device.platform not in found.platforms:
         return f'does not run on {device.platform!r} (only {", ".join(found.platforms)})'
-    if (capability := _capability(device)) is not None and capability < found.min_capability:
+    if (capability := describe_device(device)[1]) is not None and capability < found.min_capability:
         return f'needs CUDA compute capability {found.min_capability}, {device} has {capability}'
     if dtype not in found.dtypes:
         return f'cannot compute in {dtype} (only {", ".join(found.dtypes)})'
     if found.max_head_dim is not None and demand.head_dim > found.max_head_dim:
         return f'cannot take head size {demand.head_dim} (at most {found.max_head_dim})'
     return None
-
-
-def _capability(device: jax.Device) -> tuple[int, int] | None:
-    major, _, minor = str(getattr(device, 'compute_capability', '')).partition('.')
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 # The check of a decode attention at start-up, on the device, in the dtype and with the heads and blocks of the run.
@@ -196,7 +191,8 @@ _ALLOWED_FLOAT32_ON_CPU = 1e-4
 def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[CacheAttention, tuple[str, ...]]:
     """Returns (the attention for this device, why 'auto' rejected faster ones); see choose_implementation.
 
-    Programs in plain JAX, which run everywhere, are not checked. Raises AttentionError if a kernel that was requested
+    Programs in plain JAX, which run everywhere, are not checked, and nothing is on a device that is only described.
+    Raises AttentionError if a kernel that was requested
     by name fails its check.
     """
     rejected: dict[str, str] = {}
@@ -204,7 +200,7 @@ def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[Cache
         name = choose_implementation(impl, demand, device, rejected)
         try:
             attention = IMPLEMENTATIONS[name].make(demand)
-            if IMPLEMENTATIONS[name].is_kernel:
+            if IMPLEMENTATIONS[name].is_kernel and is_attached(device):
                 self_check(attention, demand, device)
             return attention, tuple(rejected.values())
         except AttentionError as error:

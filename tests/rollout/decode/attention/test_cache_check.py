@@ -213,6 +213,7 @@ def test_auto_passes_over_a_kernel_that_fails_its_check_and_says_why():
         platform, compute_capability = 'gpu', '9.0'
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, 'is_attached', lambda device: True)
         patch.setattr(jax, 'default_device', lambda device: jax.ensure_compile_time_eval())
         attention, reasons = choose_checked('auto', SMALL, Pretended())
         assert attention.name == 'gather'
@@ -220,6 +221,11 @@ def test_auto_passes_over_a_kernel_that_fails_its_check_and_says_why():
         assert "rollout.attention='pallas_gpu' does not run here: " in reasons[0]
         with pytest.raises(AttentionError, match="'pallas_gpu' does not run here: "):
             choose_checked('pallas_gpu', SMALL, Pretended())
+
+
+def test_on_a_device_that_is_only_described_nothing_is_checked():
+    attention, reasons = choose_checked('auto', SMALL, device('gpu', '9.0'))  # no process has this device
+    assert (attention.name, reasons) == ('pallas_gpu', ())
 
 
 @pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)

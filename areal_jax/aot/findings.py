@@ -1,0 +1,145 @@
+"""What a compiled program shows: memory against the chip, exchanges, kernels, copies and a least time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from areal_jax.aot import hlo
+from areal_jax.aot.programs import PlannedProgram
+from areal_jax.aot.topology import Topology
+from areal_jax.app.parts.sizes import SHARE
+from areal_jax.telemetry.progress import format_bytes
+
+LARGE_COPY = 64 * 10**6  # bytes
+_BUFFERS, _SHOWN = 8, 4
+_NO_ROOM = ('RESOURCE_EXHAUSTED', 'Ran out of memory', 'exceeds available', 'out of memory')
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on a device while a program runs, as the compiler plans them."""
+
+    arguments: int
+    outputs: int  # without the ones that take the place of arguments
+    temporaries: int
+    peak: int  # the compiler's own, where it tells one; else the sum
+    beside: int  # kept on the device meanwhile, and no argument
+
+    @property
+    def together(self) -> int:
+        return self.peak + self.beside
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A program after compilation, or the sentence with which it was refused."""
+
+    part: str
+    name: str
+    seconds: float  # of tracing, lowering and compiling, on this machine
+    refusal: str = ''
+    memory: Memory | None = None
+    limit_bytes: float = 0
+    buffers: Sequence[hlo.Buffer] = ()
+    collectives: Sequence[hlo.Collective] = ()
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+    copies: Sequence[hlo.Buffer] = ()
+    flops: float = 0  # of products, on a device; kernels are not counted
+    floor_s: float = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it compiled and its peak, with what is kept beside it, is at most SHARE of a device's memory."""
+        return self.memory is not None and self.memory.together <= self.limit_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {'fits': self.fits}
+
+
+def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
+    """Compiles a program and reads it; a program that the compiler refuses is a finding too."""
+    began = time.perf_counter()
+    try:
+        compiled = planned.lower().compile()
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=_sentence(error))
+    seconds = time.perf_counter() - began
+    module, memory = hlo.parse(compiled.as_text()), read_memory(compiled, planned.beside_bytes)
+    collectives, flops = hlo.find_collectives(module, planned.mesh), hlo.count_flops(module)
+    return Finding(
+        planned.part,
+        planned.name,
+        seconds,
+        memory=memory,
+        limit_bytes=SHARE * topology.memory_bytes,
+        buffers=hlo.find_buffers(module, _BUFFERS),
+        collectives=collectives,
+        kernels=hlo.find_kernels(module),
+        copies=hlo.find_copies(module, LARGE_COPY),
+        flops=flops,
+        floor_s=least_seconds(topology, memory, collectives, flops),
+    )
+
+
+def _sentence(error: Exception) -> str:
+    """The compiler's own sentence on a program that has no room, else the first line of the error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in lines if any(text in line for text in _NO_ROOM)), lines[0] if lines else '')
+    return told or type(error).__name__
+
+
+def read_memory(compiled: jax.stages.Compiled, beside: int) -> Memory:
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, 'compilers for accelerators tell the memory'
+    arguments, temporaries = int(analysis.argument_size_in_bytes), int(analysis.temp_size_in_bytes)
+    outputs = int(analysis.output_size_in_bytes) - int(analysis.alias_size_in_bytes)
+    code = int(analysis.generated_code_size_in_bytes)
+    peak = int(getattr(analysis, 'peak_memory_in_bytes', 0)) or arguments + outputs + temporaries + code
+    return Memory(arguments, outputs, temporaries, peak, beside)
+
+
+def least_seconds(topology: Topology, memory: Memory, collectives: Sequence[hlo.Collective], flops: float) -> float:
+    """Seconds below which the program cannot be: products at the chip's peak, every argument read once, or exchanges.
+
+    With the chip's peaks of simulation/prices.py; kernels and second readings of memory are not counted.
+    """
+    chip, share = topology.chip, topology.share
+    moved = sum(one.bytes * one.times for one in collectives)
+    return max(
+        flops / topology.flops, memory.arguments / (chip.bytes_s / share), moved / (chip.interconnect_bytes_s / share)
+    )
+
+
+def render(finding: Finding) -> str:
+    """Renders a program as a line of its memory and verdict, and indented lines of what was found."""
+    head = f'{finding.part}: {finding.name}'
+    if finding.memory is None:
+        return f'{head}  does not compile: {finding.refusal}'
+    memory = finding.memory
+    verdict = 'fits' if finding.fits else 'DOES NOT FIT'
+    parts = [('arguments', memory.arguments), ('outputs', memory.outputs), ('temporaries', memory.temporaries),
+             ('beside it', memory.beside)]  # fmt: skip
+    listed = ', '.join(f'{name} {format_bytes(size)}' for name, size in parts if size)
+    top = f'{format_bytes(memory.together)} of {format_bytes(finding.limit_bytes)}'
+    lines = [f'{head}  {verdict}: {top} ({listed}), compiled in {finding.seconds:.0f} s']
+    lines += [f'    {line}' for line in _describe_contents(finding)]
+    return '\n'.join(lines)
+
+
+def _describe_contents(finding: Finding) -> Iterator[str]:
+    if finding.flops:
+        yield f'products {finding.flops / 1e12:.3g} TFLOP, at least {finding.floor_s * 1e3:.3g} ms'
+    if finding.kernels:
+        yield 'kernels ' + ', '.join(f'{count} x {name}' for name, count in finding.kernels.items())
+    for one in finding.collectives[:_SHOWN]:
+        yield f'{one.times} x {one.kind} over {one.axes}: {one.array}, {format_bytes(one.bytes)}, {one.source}'
+    if (rest := len(finding.collectives) - _SHOWN) > 0:
+        yield f'and {rest} smaller kinds of exchange'
+    for title, buffers in (('copy', finding.copies), ('buffer', finding.buffers[:_SHOWN])):
+        for buffer in buffers[:_SHOWN]:
+            yield f'{title} {buffer.array}, {format_bytes(buffer.bytes)}, {buffer.times} x, {buffer.source}'

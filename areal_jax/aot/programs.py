@@ -1,0 +1,162 @@
+"""The programs that a run would compile on devices that are only described, by the builders that the run uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+from ml_collections import config_dict
+
+from areal_jax.app.model.model import build_lora
+from areal_jax.app.parts import learner_builder
+from areal_jax.app.parts.engines import build_backend, build_serving_backend
+from areal_jax.app.parts.sizes import join_roles
+from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.fields import ConfigError
+from areal_jax.config.objectives import find_objective
+from areal_jax.learning.objective.objective import FROM_TEACHER
+from areal_jax.learning.row_layout import RowLayout
+from areal_jax.learning.trained_part import PartMaker, TrainedPart
+from areal_jax.learning.weights import choose_trained
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.families import ModelConfig
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
+from areal_jax.sharding.rules import Allocation, EngineDevices, allocate, mesh_of
+from areal_jax.types import Tree
+
+LEARNER, ENGINE = 'learner', 'engine'
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedProgram:
+    """A program of the run, not compiled yet."""
+
+    part: str  # LEARNER or ENGINE
+    name: str  # 'accumulate 8 x 16384'
+    mesh: Mesh | None  # None = one device
+    beside_bytes: int  # on a device, kept there while it runs and not among its arguments
+    lower: Callable[[], jax.stages.Lowered]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """The programs of a run on a topology, and what was chosen for it."""
+
+    allocation: Allocation
+    programs: Sequence[PlannedProgram]
+    choices: Mapping[str, str]  # by field: 'splash'; no self-check has run
+
+
+def plan_programs(
+    config: config_dict.ConfigDict, shape: ModelConfig, devices: Sequence[jax.Device], parts: Sequence[str]
+) -> PlannedRun:
+    """Lists the programs that a run of this config with a model of this shape compiles on such devices.
+
+    Args:
+      parts: of LEARNER and ENGINE, the wanted ones.
+
+    Raises ConfigError for a layout that does not fit the devices, and for what cannot be compiled without weights.
+    """
+    joined = join_roles(config)
+    tracked = TrackedConfig(config) if joined is None else joined
+    generates = find_objective(config.loss.objective).generates
+    allocation = _allocate(tracked, devices, generates=generates)
+    programs: list[PlannedProgram] = []
+    choices: dict[str, str] = {}
+    if LEARNER in parts:
+        part, layout = plan_learner(TrackedConfig(config), shape, allocation.learner)
+        choices |= {'learner.attention': layout.attention, 'learner.packing': layout.packing}
+        programs += _learner_programs(part, allocation.learner)
+    if ENGINE in parts and generates:
+        for each in _one_of_each_size(allocation):
+            serves = joined is not None
+            build = build_serving_backend if serves else build_backend
+            backend = build(tracked, Decoder(shape, lora=build_lora(tracked)), each)
+            choices['rollout.attention'] = backend.attention
+            programs += _engine_programs(backend, each)
+    return PlannedRun(allocation, programs, choices)
+
+
+def _allocate(config: TrackedConfig, devices: Sequence[jax.Device], *, generates: bool) -> Allocation:
+    """The devices of the run; roles of other hosts follow one another over the topology."""
+    learner = dataclasses.replace(parse_learner(config.cluster.learner), hosts=None)
+    if not generates:
+        return Allocation(mesh_of(learner, devices), ())
+    return allocate(learner, parse_engines(config.cluster.engines), devices=devices)
+
+
+def _one_of_each_size(allocation: Allocation) -> list[EngineDevices]:
+    return list({len(devices): devices for devices in reversed(allocation.engines)}.values())
+
+
+def plan_learner(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> tuple[TrainedPart, RowLayout]:
+    """Builds the programs of a learner, without weights.
+
+    Raises ConfigError for a teacher, a critic and blocks of the optimizer, whose programs are not listed here yet.
+    """
+    settings, optimizer = learner_builder.build_learner_settings(config), learner_builder.build_optimizer(config)
+    for missing, what in (
+        (settings.objective.reads & FROM_TEACHER, 'loss.teacher'),
+        (settings.critic is not None, f'the critic of loss.objective={config.loss.objective!r}'),
+        (config.optimizer.blocks > 1, f'optimizer.blocks={config.optimizer.blocks}'),
+    ):
+        if missing:
+            raise ConfigError(f'areal-aot does not compile {what} yet; leave it out of the config to compile the rest')
+    lora = build_lora(config)
+    decoder = Decoder(shape, layers=config.learner.layers, remat=config.learner.remat, lora=lora)
+    layout = RowLayout(shape, mesh, settings)
+    make = PartMaker(decoder, mesh, settings, optimizer, layout, config.optimizer.learning_rate)
+    return make.make(decoder.abstract(), choose_trained(adapters=bool(lora))), layout
+
+
+def _learner_programs(part: TrainedPart, mesh: Mesh) -> Iterator[PlannedProgram]:
+    state = part.described
+    kept = jax.tree.leaves((state.params, state.frozen, state.optimizer, state.reference))
+    for programs, name, args in part.declared_programs(exports=True):
+        read = args[1:] if name == 'accumulate' else args  # its first argument, described as the weights: gradients
+        given = {id(leaf) for leaf in jax.tree.leaves(read)}
+        beside = sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
+        rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
+        named = f'{name} {" x ".join(map(str, rows))}'.strip()
+        lower = lambda programs=programs, name=name, args=args: getattr(programs.definitions, name)().lower(*args)
+        yield PlannedProgram(LEARNER, named, mesh if mesh.size > 1 else None, beside, lower)
+
+
+def _engine_programs(backend: JaxDecodeBackend, devices: EngineDevices) -> Iterator[PlannedProgram]:
+    weights = describe_weights(backend)
+    arriving = sum(map(bytes_on_device, jax.tree.leaves(weights.params)))  # the next version, while this one is in use
+    mesh, size = backend.placement.mesh, f'of {len(devices)}: ' if len(devices) > 1 else ''
+    for bucket in backend.declared_prefills:
+        lower = lambda bucket=bucket: backend.lower_prefill(weights, bucket)
+        prior = f' after {bucket.prior}' if bucket.prior else ''
+        yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, arriving, lower)
+    for generation in backend.generations:
+        for batch in generation.batches:
+            lower = lambda one=generation, batch=batch: one.lower(weights, backend.abstract_state(), batch)
+            yield PlannedProgram(ENGINE, f'{size}generate {batch}', mesh, arriving, lower)
+
+
+def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
+    """Describes what `backend.prepare` returns, on accelerators."""
+    placement = backend.placement
+    decoder, dtype = placement.decoder, backend.dtype
+    published = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), decoder.abstract())
+    prepared = jax.eval_shape(decoder.prepare, published)
+    over: Tree = placement.published
+    if placement.mesh is None:
+        on = next(iter(placement.rows.device_set))
+        over = jax.tree.map(lambda leaf: SingleDeviceSharding(on), prepared)
+    elif jax.tree.structure(prepared) != jax.tree.structure(published):
+        raise ConfigError('areal-aot does not compile weights in 8 bits over several devices of an engine yet')
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return PreparedWeights(jax.tree.map(describe, prepared, over))
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the part of a described array that one device holds."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

@@ -1,0 +1,172 @@
+"""Devices of a TPU slice or of GPU nodes, described for the compiler on a machine that has none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.util
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+
+from areal_jax.config.fields import ConfigError
+from areal_jax.simulation.prices import Chip, find_chip
+
+NODE = 8  # GPUs of a host
+_SLICE = re.compile(r'(?:tpu *)?(v\w+|tpu7x):(\d+(?:x\d+)*)', re.IGNORECASE)
+_GPUS = re.compile(r'([1-9]\d{0,5}) *x *(\w[\w -]*)')
+_FORMS = "write a TPU slice as 'v5p:2x4x4' or GPUs as '8 x H100'"
+_CHIP_NAMES = {'TPU v7x': 'tpu7x'}  # names of the compiler that are not those of the clouds
+_DEVICES_OF_CHIP = {'TPU7x': 2}  # else 1: both cores of a chip are one device
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices that the compiler knows and this machine does not have."""
+
+    name: str  # as it was asked for
+    chip: Chip  # of which a device may be a part
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def share(self) -> int:
+        """The devices of one chip."""
+        return _DEVICES_OF_CHIP.get(self.chip.name, 1)
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.chip.memory_bytes / self.share
+
+    @property
+    def flops(self) -> float:
+        return self.chip.flops / self.share
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """The numbers of a GPU that XLA's compiler reads; the rest is equal in all of a generation. From its data sheet."""
+
+    capability: tuple[int, int]
+    cores: int  # streaming multiprocessors
+    l2_bytes: int
+    clock_ghz: float
+    name: str
+
+
+_HOPPER = GpuTarget((9, 0), 132, 50 * 2**20, 1.98, 'NVIDIA H100 80GB HBM3')
+GPU_TARGETS = {
+    'H100 SXM': _HOPPER,
+    'H800 SXM': dataclasses.replace(_HOPPER, name='NVIDIA H800'),
+    'H200 SXM': dataclasses.replace(_HOPPER, name='NVIDIA H200'),
+}
+_SHARED_BYTES = {9: (232448, 233472)}  # by major capability: of a block that opts in, of a core
+
+
+def describe_topology(text: str) -> Topology:
+    """Describes the devices of 'v5p:2x4x4' or '8 x H100'; nothing runs on them.
+
+    Raises ConfigError in one sentence for an unknown form, chip or shape, and for a compiler that is not installed.
+    """
+    if match := _SLICE.fullmatch(text.strip()):
+        return _describe_slice(text.strip(), match[1].lower(), match[2])
+    if match := _GPUS.fullmatch(text.strip()):
+        return _describe_gpus(text.strip(), int(match[1]), match[2])
+    raise ConfigError(f'--topology={text!r} is not understood: {_FORMS}')
+
+
+def _describe_slice(text: str, kind: str, shape: str) -> Topology:
+    name = f'TPU {kind}' if kind.startswith('v') else kind
+    chip = find_chip(_CHIP_NAMES.get(name, name))
+    if importlib.util.find_spec('libtpu') is None:
+        raise ConfigError(
+            f'--topology={text!r} needs the TPU compiler, libtpu, which is not installed: '
+            "pip install 'areal_jax[aot-tpu]'"
+        )
+    compiler_name = _CHIP_NAMES.get(name, kind)
+    try:
+        described = topologies.get_topology_desc(f'{compiler_name}:{shape}', platform='tpu')
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(f'--topology={text!r} is no slice that the TPU compiler knows: {_reason(error)}') from error
+    return Topology(text, chip, tuple(described.devices))
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition(':')[2].strip().partition('\n')[0].rstrip('.')
+
+
+def _describe_gpus(text: str, count: int, name: str) -> Topology:
+    chip = find_chip(name)
+    if chip.name not in GPU_TARGETS:
+        known = ', '.join(GPU_TARGETS)
+        raise ConfigError(f'--topology={text!r}: GPUs can be compiled for as one of {known}; {_FORMS}')
+    if count > NODE and count % NODE:
+        raise ConfigError(f'--topology={text!r}: more than {NODE} GPUs are whole nodes of {NODE}; use a multiple')
+    if importlib.util.find_spec('jax_cuda13_plugin') is None:
+        raise ConfigError(
+            f"--topology={text!r} needs jax's plugin for CUDA, which is not installed: pip install 'areal_jax[aot-gpu]'"
+        )
+    each = min(count, NODE)
+    with accept_cuda():
+        described = topologies.get_topology_desc(
+            platform='cuda', target_config=write_target(chip), topology=f'1x{count // each}x{each}'
+        )
+    return Topology(text, chip, tuple(described.devices))
+
+
+@contextlib.contextmanager
+def accept_cuda() -> Iterator[None]:
+    """Inside, jax takes 'cuda' as a platform although no device of it is there (jax issue 28376).
+
+    It replaces a private function of jax, the only one. Raises ConfigError with a jax that has it no more.
+    """
+    from jax._src import xla_bridge
+
+    known: Any = getattr(xla_bridge, 'canonicalize_platform', None)
+    if known is None:
+        raise ConfigError(f'AOT for GPUs needs jax 0.10.2, and this is jax {jax.__version__}')
+    canonical = lambda platform: platform if platform == 'cuda' else known(platform)
+    with mock.patch.object(xla_bridge, 'canonicalize_platform', canonical):
+        yield
+
+
+def write_target(chip: Chip) -> str:
+    """Writes a GPU as the text of XLA's GpuTargetConfigProto."""
+    target = GPU_TARGETS[chip.name]
+    optin, of_core = _SHARED_BYTES[target.capability[0]]
+    numbers = {
+        'threads_per_block_limit': 1024, 'threads_per_warp': 32, 'shared_memory_per_block': 49152,
+        'shared_memory_per_core': of_core, 'threads_per_core_limit': 2048, 'core_count': target.cores,
+        'fpus_per_core': 128, 'block_dim_limit_x': 2**31 - 1, 'block_dim_limit_y': 65535, 'block_dim_limit_z': 65535,
+        'memory_bandwidth': int(chip.bytes_s), 'l2_cache_size': target.l2_bytes, 'clock_rate_ghz': target.clock_ghz,
+        'device_memory_size': int(chip.memory_bytes), 'shared_memory_per_block_optin': optin,
+        'registers_per_core_limit': 65536, 'registers_per_block_limit': 65536,
+    }  # fmt: skip
+    major, minor = target.capability
+    lines = [f'  {name}: {value}' for name, value in numbers.items()]
+    lines.append(f'  cuda_compute_capability {{ major: {major} minor: {minor} }}')
+    versions = 'dnn_version_info { major: 9 minor: 10 }\nruntime_version { major: 13 }'
+    device = '\n'.join(('gpu_device_info {', *lines, '}'))
+    return f'{device}\nplatform_name: "CUDA"\n{versions}\ndevice_description_str: "{target.name}"\n'
+
+
+@contextlib.contextmanager
+def take_turn(announce: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside, this is the only process of the machine that compiles ahead: compilations take all cores and much memory.
+
+    `announce` is called once if another process is inside.
+    """
+    path = pathlib.Path(tempfile.gettempdir()) / 'areal_jax_aot.lock'
+    with path.open('a') as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            announce()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

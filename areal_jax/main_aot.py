@@ -1,0 +1,170 @@
+"""areal-aot: compiles the programs of a run for a TPU slice or GPU nodes, on a machine that has none of them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.commands.command import EXITS, Command, answer, run_command
+from areal_jax.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from absl import flags
+
+    from areal_jax.aot.findings import Finding
+    from areal_jax.aot.programs import PlannedProgram
+    from areal_jax.aot.topology import Topology
+    from areal_jax.models.families import ModelConfig
+
+
+def main(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Compiles the programs one after the other and prints each; returns the exit code."""
+    answer(COMMAND, argv[1:])
+
+    _set_up_compilers()
+
+    from areal_jax.app.command_line import parse_command
+    from areal_jax.app.process.setup import silence_libraries
+    from areal_jax.config import validate
+
+    silence_libraries()
+    values = _define_flags()
+    command = parse_command(argv, values)
+    validate(command.config)
+    if values.topology is None:
+        raise UserError("--topology is missing: name the devices, as 'v5p:2x4x4' or '8 x H100'")
+
+    from areal_jax.aot.topology import describe_topology, take_turn
+
+    with take_turn(lambda: print('waiting for another areal-aot on this machine', file=sys.stderr, flush=True)):
+        topology = describe_topology(values.topology)
+        return _compile(command.config, topology, values)
+
+
+def _set_up_compilers() -> None:
+    """Sets what compilers without devices read from the environment; call it before jax is imported.
+
+    Programs run on the CPU, and the TPU compiler asks neither the cloud for a machine nor a device for its lock.
+    """
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+    for name, value in {
+        'TPU_SKIP_MDS_QUERY': '1', 'TPU_STDERR_LOG_LEVEL': '3', 'TPU_MIN_LOG_LEVEL': '3', 'TF_CPP_MIN_LOG_LEVEL': '3',
+        'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5p-8',
+    }.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+
+
+def _compile(config: Any, topology: Topology, values: flags.FlagValues) -> int:
+    from areal_jax.aot.findings import compile_program, render
+    from areal_jax.aot.programs import ENGINE, LEARNER, plan_programs
+    from areal_jax.app.model.text_model import read_shape
+    from areal_jax.config import TrackedConfig
+    from areal_jax.telemetry.progress import Bar
+
+    shape = _cut_layers(read_shape(TrackedConfig(config)), values.layers)
+    planned = plan_programs(config, shape, topology.devices, (LEARNER, ENGINE))
+    programs = [one for one in planned.programs if values.programs in f'{one.part}: {one.name}']
+    if not programs:
+        raise UserError(
+            f'--programs={values.programs!r} is in the name of no program; this run has '
+            + ', '.join(f'{one.part}: {one.name}' for one in planned.programs)
+        )
+    layers = f', {shape.n_layers} layers only' if values.layers else ''
+    print(f'{len(programs)} programs for {topology.name}{layers}', flush=True)
+    for field, choice in planned.choices.items():
+        print(f'{field}: {choice}')
+    print('self-checks of kernels: not run, they need the devices', flush=True)
+    found: list[Finding] = []
+    bar = Bar(sys.stderr)
+    bar.begin('compiling')
+    try:
+        for number, one in enumerate(programs):
+            bar.count(number, len(programs), 'programs')
+            found.append(compile_program(one, topology))
+            print(render(found[-1]), flush=True)
+            _write(values.json, topology, shape, planned.choices, found, programs)
+    finally:
+        bar.end()
+    fits = all(one.fits for one in found)
+    print(f'{sum(one.fits for one in found)} of {len(found)} programs fit')
+    return ExitCode.FINISHED if fits else ExitCode.USER_ERROR
+
+
+def _cut_layers(shape: ModelConfig, layers: int | None) -> ModelConfig:
+    """The model with its first layers only."""
+    if not layers:
+        return shape
+    if not 1 <= layers <= shape.n_layers:
+        raise UserError(f'--layers={layers}: the model has {shape.n_layers} layers; use 1 to {shape.n_layers}')
+    return shape.cut(layers)
+
+
+def _write(
+    path: str | None,
+    topology: Topology,
+    shape: ModelConfig,
+    choices: Any,
+    found: Sequence[Finding],
+    programs: Sequence[PlannedProgram],
+) -> None:
+    """Writes what is known so far: a compilation that is stopped leaves the programs before it."""
+    if path is None:
+        return
+    import jax
+
+    from areal_jax.files import write_json
+
+    told = {
+        'topology': topology.name, 'chip': topology.chip.name, 'devices': len(topology.devices), 'jax': jax.__version__,
+        'layers': shape.n_layers, 'choices': dict(choices), 'self_checks': 'not run',
+        'complete': len(found) == len(programs), 'programs': [one.as_json() for one in found],
+    }  # fmt: skip
+    write_json(pathlib.Path(path), told)
+
+
+def _define_flags() -> flags.FlagValues:
+    """Defines the flags of this command except --config."""
+    from absl import flags
+
+    from areal_jax.app.command_line import define_path
+
+    values = flags.FlagValues()
+    flags.DEFINE_string('topology', None, "Devices: 'v5p:2x4x4', '8 x H100'.", flag_values=values)
+    flags.DEFINE_string('programs', '', "Only programs with this in their name: 'generate'.", flag_values=values)
+    flags.DEFINE_integer('layers', None, 'Only the first N layers of the model.', flag_values=values)
+    define_path(values, 'json', 'File for the numbers, written after every program.')
+    return values
+
+
+COMMAND = Command(
+    program='areal-aot',
+    purpose='Compiles the programs of a run for TPUs or GPUs that are not there: memory, exchanges, kernels, copies.',
+    usage=('--config=FILE[:ARGUMENT] --topology=DEVICES [--programs=TEXT] [--layers=N] [--json=FILE.json]',),
+    flags=_define_flags,
+    examples="""
+    # the update of a small model on eight chips of TPU v5e
+    areal-aot --config=configs/tiny_cpu.py --topology=v5e:2x4 --config.cluster.learner=fsdp=8 --programs=learner \
+        --config.learner.rows_per_microbatch=8
+    # what the engines of a recipe compile for one GPU node, with four layers only
+    areal-aot --config=configs/clusters/qwen3_8b_h100.py --topology='8 x H100' --programs=generate --layers=4
+    """,
+    exits={
+        **EXITS,
+        ExitCode.USER_ERROR: 'an error that you can mend, in one sentence; also a program that does not fit',
+    },
+    notes='What compiles is not what ran: kernels are not checked, and those of GPUs are candidates (no autotuning).',
+)
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    run_command(main, 'writing the file of --json')
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,111 @@
+"""What is compiled ahead is what a run compiles: the same programs, from the same builders."""
+
+import jax
+import pytest
+
+from areal_jax.aot import programs as planned
+from areal_jax.aot.findings import Finding, Memory, compile_program, render
+from areal_jax.aot.programs import ENGINE, LEARNER, describe_weights, plan_programs
+from areal_jax.aot.topology import Topology
+from areal_jax.app.library import build_run
+from areal_jax.app.model.text_model import read_shape
+from areal_jax.app.parts.engines import build_backend
+from areal_jax.app.parts.part_settings import build_allocation
+from areal_jax.config import TrackedConfig
+from areal_jax.config.fields import ConfigError
+from areal_jax.models.decoder import Decoder
+from areal_jax.simulation.prices import V5E
+from tests.app.small import small_config
+
+CUT = {'cluster__learner': 'fsdp=2', 'cluster__engines': '1 x tensor=1', 'learner__rows_per_microbatch': 2}
+
+
+def plan(parts=(LEARNER, ENGINE), **fields):
+    config = small_config(**fields)
+    return plan_programs(config, read_shape(TrackedConfig(config)), jax.devices(), parts)
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """The parts of a run that is built and never started."""
+    return build_run(small_config(**CUT), tmp_path_factory.mktemp('run')).program.parts
+
+
+def backend_of_run():
+    """The backend of the run's engine, and weights that it has prepared."""
+    config = TrackedConfig(small_config(**CUT))
+    [devices] = build_allocation(config).engines
+    decoder = Decoder(read_shape(config))
+    backend = build_backend(config, decoder, devices)
+    return backend, backend.prepare(decoder.init(0))
+
+
+def test_the_learners_programs_are_those_of_a_run_to_the_letter(run):
+    declared = [one for part in run.learner.parts for one in part.declared_programs(exports=True)]
+    made = {one.name: one.lower() for one in plan((LEARNER,), **CUT).programs}
+    assert len(made) == len(declared) > 3
+    for programs, name, args in declared:
+        shape = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
+        own = getattr(programs.definitions, name)().lower(*args)
+        assert own.as_text() == made[f'{name} {" x ".join(map(str, shape))}'.strip()].as_text()
+
+
+def test_the_engines_programs_are_those_of_a_run_to_the_letter():
+    backend, weights = backend_of_run()
+    made = [one.lower().as_text() for one in plan((ENGINE,), **CUT).programs]
+    own = [one.as_text() for one in backend.lower_all(weights)]
+    assert own == made
+
+
+def test_described_weights_are_those_that_the_backend_prepares():
+    backend, weights = backend_of_run()
+    found = describe_weights(backend).params
+    tell = lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding)
+    assert jax.tree.map(tell, found) == jax.tree.map(tell, weights.params)
+
+
+def test_state_that_is_no_argument_counts_beside_a_program():
+    found = {one.name.split()[0]: one for one in plan((LEARNER,), learner__dtype='bfloat16', **CUT).programs}
+    state = found['accumulate'].beside_bytes  # weights, optimizer: the working copy and gradients are arguments
+    assert state > found['export'].beside_bytes > 0  # the optimizer's
+    assert found['apply'].beside_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ('fields', 'said'),
+    [
+        ({'cluster__learner': 'fsdp=9', 'learner__rows_per_microbatch': 9}, "cluster.learner='fsdp=9' needs 9 devices"),
+        ({'optimizer__blocks': 2}, 'areal-aot does not compile optimizer.blocks=2 yet'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_said_before_anything_compiles(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        plan((LEARNER,), **fields)
+    assert said in str(caught.value)
+
+
+def test_a_program_is_compiled_and_read():
+    topology = Topology('four', V5E, tuple(jax.devices()[:4]))
+    [apply] = [one for one in plan((LEARNER,), **CUT).programs if one.name == 'apply']
+    found = compile_program(apply, topology)
+    assert found.fits
+    assert found.memory is not None
+    assert found.memory.arguments > found.memory.outputs >= 0
+    assert any(one.axes == 'fsdp' for one in found.collectives)  # the norm of all gradients
+    assert 'learner: apply  fits: ' in render(found)
+
+
+def test_a_program_that_is_refused_is_a_finding_with_the_sentence_of_the_compiler():
+    def refuse():
+        raise ValueError('heads of 100 lanes\nare not supported')
+
+    found = compile_program(planned.PlannedProgram(ENGINE, 'generate 8', None, 0, refuse), Topology('x', V5E, ()))
+    assert (found.fits, found.refusal) == (False, 'heads of 100 lanes')
+    assert render(found) == 'engine: generate 8  does not compile: heads of 100 lanes'
+
+
+def test_what_is_kept_beside_a_program_decides_too():
+    finding = lambda beside: Finding(LEARNER, 'apply', 1.0, memory=Memory(4, 1, 2, 7, beside), limit_bytes=10)
+    assert finding(3).fits
+    assert not finding(4).fits
+    assert 'DOES NOT FIT' in render(finding(4))
