@@ -8,6 +8,7 @@ products are also compiled for the experts of the run, and what that needs is co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ class Demand(NamedTuple):
 
     dtype: str
     per_token: int
-    count: int
+    experts: int
     width: int
     d: int
 
@@ -97,7 +98,7 @@ def _differentiate(mix: Mixer, dtype: str) -> tuple[jax.Array, ...]:
     return jax.jit(_with_gradients(mix))(jnp.asarray(experts), normal(_TOKENS, _WIDTH), *inputs)
 
 
-def _with_gradients(mix: Mixer) -> Mixer:
+def _with_gradients(mix: Mixer) -> Callable[..., tuple[jax.Array, ...]]:
     def run(experts: jax.Array, dy: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(lambda x, *rest: mix(x, experts, *rest), *inputs)
         return out, *pull(dy)
@@ -116,11 +117,11 @@ class Cost(NamedTuple):
 
 def measure_cost(mix: Mixer, device: jax.Device, demand: Demand) -> Cost:
     """Compiles a layer, forward and gradient, for a device that may be only described."""
-    tokens = -(-_CHOICES_EACH * demand.count // demand.per_token)
+    tokens = -(-_CHOICES_EACH * demand.experts // demand.per_token)
     at = SingleDeviceSharding(device)
     describe = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
     row, each = (tokens, demand.d), (tokens, demand.per_token)
-    into, out_of = (demand.count, demand.d, demand.width), (demand.count, demand.width, demand.d)
+    into, out_of = (demand.experts, demand.d, demand.width), (demand.experts, demand.width, demand.d)
     described = [
         describe('int32', *each), describe(demand.dtype, *row), describe(demand.dtype, *row),
         describe('float32', *each), *(describe(demand.dtype, *shape) for shape in (into, into, out_of)),
@@ -128,14 +129,15 @@ def measure_cost(mix: Mixer, device: jax.Device, demand: Demand) -> Cost:
     compiled = jax.jit(_with_gradients(mix)).lower(*described).compile()
     operations = (compiled.cost_analysis() or {}).get('flops', 0.0)
     needed = 18.0 * tokens * demand.per_token * demand.d * demand.width  # three products, three times, two each
-    return Cost(tokens, compiled.memory_analysis().temp_size_in_bytes, operations, needed)
+    memory = compiled.memory_analysis()
+    return Cost(tokens, memory.temp_size_in_bytes if memory else 0, operations, needed)
 
 
 def find_waste(cost: Cost, demand: Demand) -> str:
     """What is too much in a cost: temporaries or arithmetic; '' = nothing."""
     allowed = _ALLOWED_BYTES * cost.tokens * demand.per_token * (demand.d + demand.width)
     allowed *= jnp.dtype(demand.dtype).itemsize
-    case = f'for {cost.tokens:,} tokens and {demand.count} experts'
+    case = f'for {cost.tokens:,} tokens and {demand.experts} experts'
     if cost.temporaries > allowed:
         return f'need {cost.temporaries / 1e9:.3g} GB of temporaries {case}, allowed are {allowed / 1e9:.3g}'
     if cost.operations > _ALLOWED_OPERATIONS * cost.needed:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_kernels_of_the_device_pass_their_check(dtype, device):
-    chosen = choose_checked_mixer(device, Demand(dtype, per_token=8, count=128, width=768, d=2048))
+    chosen = choose_checked_mixer(device, Demand(dtype, per_token=8, experts=128, width=768, d=2048))
     assert chosen.name != 'blocks'
     assert chosen.faults == ()
 

@@ -13,7 +13,7 @@ from areal_jax.models.expert_products import mix_blocks, mix_grouped, mixers_for
 from areal_jax.models.grouped.products import Hardware
 
 CPU = jax.devices()[0]
-DEMAND = Demand('float32', per_token=2, count=4, width=8, d=16)
+DEMAND = Demand('float32', per_token=2, experts=4, width=8, d=16)
 mix_ragged = functools.partial(mix_grouped, jax.lax.ragged_dot)  # right everywhere, and dense on a CPU
 
 

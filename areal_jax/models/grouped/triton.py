@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-Ref = Any  # an array in memory, as Pallas passes it to a kernel
+Ref = jax.Ref  # an array in memory, as Pallas passes it to a kernel
 _ROWS, _WIDTH = 128, 128  # of a tile of rows, of a block of columns
 _DEPTH_BYTES = 128  # of a step of a sum
 _LEAST = 16  # side of a product on tensor cores
