@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
 from areal_jax.commands.command import EXITS, Command, answer, run_command
@@ -14,6 +14,7 @@ from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from absl import flags
+    from ml_collections import config_dict
 
     from areal_jax.aot.findings import Finding
     from areal_jax.aot.programs import PlannedProgram
@@ -59,7 +60,7 @@ def _set_up_compilers() -> None:
         os.environ.setdefault(name, value)
 
 
-def _compile(config: Any, topology: Topology, values: flags.FlagValues) -> int:
+def _compile(config: config_dict.ConfigDict, topology: Topology, values: flags.FlagValues) -> int:
     from areal_jax.aot.findings import compile_program, render
     from areal_jax.aot.programs import ENGINE, LEARNER, plan_programs
     from areal_jax.app.model.text_model import read_shape
@@ -108,7 +109,7 @@ def _write(
     path: str | None,
     topology: Topology,
     shape: ModelConfig,
-    choices: Any,
+    choices: Mapping[str, str],
     found: Sequence[Finding],
     programs: Sequence[PlannedProgram],
 ) -> None:

@@ -210,7 +210,7 @@ def test_a_mutation_without_a_place_is_refused(where, before, refused):
         mutate(Mutation('a', where, before, 'MUTATED', ''))
 
 
-MOST_FILES, MOST_SHARED = 29, 20  # a command is a module of the package's own folder
+MOST_FILES, MOST_SHARED = 30, 20  # a command is a module of the package's own folder
 MOST_METHODS = 36  # of a class, those of its bases included
 RUN_METHODS, RUN_ATTRIBUTES = 30, 25
 OF_A_RUN = ('Run', 'RunContext', 'Site', 'LoopSite', 'Simulation', 'Loop', 'SftTraining', 'LoopParts', 'Host')

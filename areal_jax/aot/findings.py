@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -57,7 +56,7 @@ class Finding:
         """Whether it compiled and its peak, with what is kept beside it, is at most SHARE of a device's memory."""
         return self.memory is not None and self.memory.together <= self.limit_bytes
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return dataclasses.asdict(self) | {'fits': self.fits}
 
 

@@ -10,7 +10,6 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import jax
@@ -128,7 +127,7 @@ def accept_cuda() -> Iterator[None]:
     """
     from jax._src import xla_bridge
 
-    known: Any = getattr(xla_bridge, 'canonicalize_platform', None)
+    known: Callable[[str], str] | None = getattr(xla_bridge, 'canonicalize_platform', None)
     if known is None:
         raise ConfigError(f'AOT for GPUs needs jax 0.10.2, and this is jax {jax.__version__}')
     canonical = lambda platform: platform if platform == 'cuda' else known(platform)
