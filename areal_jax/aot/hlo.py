@@ -232,7 +232,10 @@ def _read_sources(text: str) -> dict[int, str]:
             table[int(found[1])] = found[2]
         elif line.startswith(('%', 'ENTRY')):
             break
-    number = lambda text, key: int(found[1]) if (found := re.search(rf'{key}=(\d+)', text)) else 0
+
+    def number(told: str, key: str) -> int:
+        value = re.search(rf'{key}=(\d+)', told)
+        return int(value[1]) if value else 0
 
     def name(frame: int) -> str:
         while (told := tables.get('StackFrames', {}).get(frame)) is not None:
@@ -247,7 +250,8 @@ def _read_sources(text: str) -> dict[int, str]:
             frame = parent
         return ''
 
-    return {frame: found for frame in tables.get('StackFrames', {}) if (found := name(frame))}
+    named = {frame: name(frame) for frame in tables.get('StackFrames', {})}
+    return {frame: line for frame, line in named.items() if line}
 
 
 # What a program has.
