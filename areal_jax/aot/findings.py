@@ -68,7 +68,7 @@ def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=_sentence(error))
     seconds = time.perf_counter() - began
-    module, memory = hlo.parse(compiled.as_text()), read_memory(compiled, planned.beside_bytes)
+    module, memory = hlo.parse(compiled.as_text() or ''), read_memory(compiled, planned.beside_bytes)
     collectives, flops = hlo.find_collectives(module, planned.mesh), hlo.count_flops(module)
     return Finding(
         planned.part,
@@ -124,7 +124,7 @@ def render(finding: Finding) -> str:
     parts = [('arguments', memory.arguments), ('outputs', memory.outputs), ('temporaries', memory.temporaries),
              ('beside it', memory.beside)]  # fmt: skip
     listed = ', '.join(f'{name} {format_bytes(size)}' for name, size in parts if size)
-    top = f'{format_bytes(memory.together)} of {format_bytes(finding.limit_bytes)}'
+    top = f'{format_bytes(memory.together)} of {format_bytes(int(finding.limit_bytes))}'
     lines = [f'{head}  {verdict}: {top} ({listed}), compiled in {finding.seconds:.0f} s']
     lines += [f'    {line}' for line in _describe_contents(finding)]
     return '\n'.join(lines)

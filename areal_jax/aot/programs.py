@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -19,13 +20,14 @@ from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.objectives import find_objective
 from areal_jax.learning.objective.objective import FROM_TEACHER
+from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.trained_part import PartMaker, TrainedPart
 from areal_jax.learning.weights import choose_trained
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
-from areal_jax.sharding.rules import Allocation, EngineDevices, allocate, mesh_of
+from areal_jax.sharding.rules import Allocation, EngineDevices, allocate, mesh_of, path_name
 from areal_jax.types import Tree
 
 LEARNER, ENGINE = 'learner', 'engine'
@@ -122,8 +124,13 @@ def _learner_programs(part: TrainedPart, mesh: Mesh) -> Iterator[PlannedProgram]
         beside = sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
         rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
         named = f'{name} {" x ".join(map(str, rows))}'.strip()
-        lower = lambda programs=programs, name=name, args=args: getattr(programs.definitions, name)().lower(*args)
+        lower = functools.partial(_lower, programs, name, args)
         yield PlannedProgram(LEARNER, named, mesh if mesh.size > 1 else None, beside, lower)
+
+
+def _lower(programs: CompiledPrograms, name: str, args: tuple[Tree, ...]) -> jax.stages.Lowered:
+    lowered: jax.stages.Lowered = getattr(programs.definitions, name)().lower(*args)
+    return lowered
 
 
 def _engine_programs(backend: JaxDecodeBackend, devices: EngineDevices) -> Iterator[PlannedProgram]:
@@ -131,12 +138,12 @@ def _engine_programs(backend: JaxDecodeBackend, devices: EngineDevices) -> Itera
     arriving = sum(map(bytes_on_device, jax.tree.leaves(weights.params)))  # the next version, while this one is in use
     mesh, size = backend.placement.mesh, f'of {len(devices)}: ' if len(devices) > 1 else ''
     for bucket in backend.declared_prefills:
-        lower = lambda bucket=bucket: backend.lower_prefill(weights, bucket)
+        lower = functools.partial(backend.lower_prefill, weights, bucket)
         prior = f' after {bucket.prior}' if bucket.prior else ''
         yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, arriving, lower)
     for generation in backend.generations:
         for batch in generation.batches:
-            lower = lambda one=generation, batch=batch: one.lower(weights, backend.abstract_state(), batch)
+            lower = functools.partial(generation.lower, weights, backend.abstract_state(), batch)
             yield PlannedProgram(ENGINE, f'{size}generate {batch}', mesh, arriving, lower)
 
 
@@ -150,10 +157,14 @@ def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
     if placement.mesh is None:
         on = next(iter(placement.rows.device_set))
         over = jax.tree.map(lambda leaf: SingleDeviceSharding(on), prepared)
-    elif jax.tree.structure(prepared) != jax.tree.structure(published):
+    elif _list_paths(prepared) != _list_paths(published):
         raise ConfigError('areal-aot does not compile weights in 8 bits over several devices of an engine yet')
     describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return PreparedWeights(jax.tree.map(describe, prepared, over))
+
+
+def _list_paths(tree: Tree) -> list[str]:
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
