@@ -154,6 +154,22 @@ COMMAND = Command(
     # what the engines of a recipe compile for one GPU node, with four layers only
     areal-aot --config=configs/clusters/qwen3_8b_h100.py --topology='8 x H100' --programs=generate --layers=4
     """,
+    fields=(
+        'cluster.learner',
+        'cluster.engines',
+        'cluster.strategy',
+        'model.source',
+        'model.path',
+        'rollout.server',
+        'rollout.slots',
+        'rollout.cache_tokens',
+        'rollout.prefill_buckets',
+        'rollout.attention',
+        'learner.row_tokens',
+        'learner.rows_per_microbatch',
+        'learner.attention',
+        'learner.remat',
+    ),
     exits={
         **EXITS,
         ExitCode.USER_ERROR: 'an error that you can mend, in one sentence; also a program that does not fit',
