@@ -16,7 +16,7 @@ SCRIPTS = dict(re.findall(r"'(areal-[\w-]+)=([\w.]+:\w+)'", (ROOT / 'setup.py').
 
 def test_every_command_has_a_script():
     names = [
-        'check-log', 'config', 'eval', 'export', 'plan', 'replay', 'report', 'role', 'rollouts', 'runs', 'score',
+        'aot', 'check-log', 'config', 'eval', 'export', 'plan', 'replay', 'report', 'role', 'rollouts', 'runs', 'score',
         'serve', 'simulate', 'sweep', 'train', 'watch',
     ]  # fmt: skip
     assert sorted(SCRIPTS) == [f'areal-{name}' for name in names]

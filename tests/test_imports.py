@@ -21,7 +21,7 @@ LAYERS = [
     {'rollout', 'learning', 'publication', 'checkpoint'},
     {'agents', 'distributed', 'simulation', 'evaluation', 'report'},
     {'app'},
-    {'studies'},
+    {'aot', 'studies'},
     {'commands'},
     {'main'},
 ]
