@@ -39,11 +39,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if values.topology is None:
         raise UserError("--topology is missing: name the devices, as 'v5p:2x4x4' or '8 x H100'")
 
-    from areal_jax.aot.topology import describe_topology, take_turn
+    from areal_jax.aot.topology import describe_topology
 
-    with take_turn(lambda: print('waiting for another areal-aot on this machine', file=sys.stderr, flush=True)):
-        topology = describe_topology(values.topology)
-        return _compile(command.config, topology, values)
+    return _compile(command.config, describe_topology(values.topology), values)
 
 
 def _set_up_compilers() -> None:
@@ -62,13 +60,14 @@ def _set_up_compilers() -> None:
 
 def _compile(config: config_dict.ConfigDict, topology: Topology, values: flags.FlagValues) -> int:
     from areal_jax.aot.findings import compile_program, render
-    from areal_jax.aot.programs import ENGINE, LEARNER, plan_programs
+    from areal_jax.aot.programs import plan_programs
+    from areal_jax.aot.topology import take_turn
     from areal_jax.app.model.text_model import read_shape
     from areal_jax.config import TrackedConfig
     from areal_jax.telemetry.progress import Bar
 
     shape = _cut_layers(read_shape(TrackedConfig(config)), values.layers)
-    planned = plan_programs(config, shape, topology.devices, (LEARNER, ENGINE))
+    planned = plan_programs(config, shape, topology.devices)
     programs = [one for one in planned.programs if values.programs in f'{one.part}: {one.name}']
     if not programs:
         raise UserError(
@@ -79,21 +78,24 @@ def _compile(config: config_dict.ConfigDict, topology: Topology, values: flags.F
     print(f'{len(programs)} programs for {topology.name}{layers}', flush=True)
     for field, choice in planned.choices.items():
         print(f'{field}: {choice}')
+    for reason in planned.passed_over:
+        print(f'passed over: {reason}')
     print('self-checks of kernels: not run, they need the devices', flush=True)
     found: list[Finding] = []
     bar = Bar(sys.stderr)
-    bar.begin('compiling')
-    try:
-        for number, one in enumerate(programs):
-            bar.count(number, len(programs), 'programs')
-            found.append(compile_program(one, topology))
-            print(render(found[-1]), flush=True)
-            _write(values.json, topology, shape, planned.choices, found, programs)
-    finally:
-        bar.end()
-    fits = all(one.fits for one in found)
-    print(f'{sum(one.fits for one in found)} of {len(found)} programs fit')
-    return ExitCode.FINISHED if fits else ExitCode.USER_ERROR
+    with take_turn(lambda: print('waiting for another areal-aot on this machine', file=sys.stderr, flush=True)):
+        bar.begin('compiling')
+        try:
+            for number, one in enumerate(programs):
+                bar.count(number, len(programs), 'programs')
+                found.append(compile_program(one, topology))
+                print(render(found[-1]), flush=True)
+                _write(values.json, topology, shape, planned.choices, found, programs)
+        finally:
+            bar.end()
+    fit = sum(one.fits for one in found)
+    print(f'{fit} of {len(found)} programs fit')
+    return ExitCode.FINISHED if fit == len(found) else ExitCode.USER_ERROR
 
 
 def _cut_layers(shape: ModelConfig, layers: int | None) -> ModelConfig:

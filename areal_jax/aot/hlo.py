@@ -298,7 +298,7 @@ def find_kernels(module: Module) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for one, times in module.executed():
         if one.opcode == 'custom-call' and (target := _TARGET.search(one.rest)) and not _is_marker(target[1]):
-            name = one.op_name.rpartition('/')[2]
+            name = one.op_name.removesuffix('/pallas_call').rpartition('/')[2]
             found[f'{target[1]} {name}'.strip()] += times
     return dict(found.most_common())
 

@@ -25,9 +25,10 @@ from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.trained_part import PartMaker, TrainedPart
 from areal_jax.learning.weights import choose_trained
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
-from areal_jax.sharding.rules import Allocation, EngineDevices, allocate, mesh_of, path_name
+from areal_jax.sharding.rules import Allocation, EngineDevices, allocate, mesh_of, nearest_device, path_name
 from areal_jax.types import Tree
 
 LEARNER, ENGINE = 'learner', 'engine'
@@ -48,18 +49,13 @@ class PlannedProgram:
 class PlannedRun:
     """The programs of a run on a topology, and what was chosen for it."""
 
-    allocation: Allocation
     programs: Sequence[PlannedProgram]
-    choices: Mapping[str, str]  # by field: 'splash'; no self-check has run
+    choices: Mapping[str, str]  # {'learner.attention': 'splash'}; no self-check has run
+    passed_over: Sequence[str]  # why 'auto' did not choose faster ones
 
 
-def plan_programs(
-    config: config_dict.ConfigDict, shape: ModelConfig, devices: Sequence[jax.Device], parts: Sequence[str]
-) -> PlannedRun:
+def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: Sequence[jax.Device]) -> PlannedRun:
     """Lists the programs that a run of this config with a model of this shape compiles on such devices.
-
-    Args:
-      parts: of LEARNER and ENGINE, the wanted ones.
 
     Raises ConfigError for a layout that does not fit the devices, and for what cannot be compiled without weights.
     """
@@ -67,20 +63,38 @@ def plan_programs(
     tracked = TrackedConfig(config) if joined is None else joined
     generates = find_objective(config.loss.objective).generates
     allocation = _allocate(tracked, devices, generates=generates)
-    programs: list[PlannedProgram] = []
-    choices: dict[str, str] = {}
-    if LEARNER in parts:
-        part, layout = plan_learner(TrackedConfig(config), shape, allocation.learner)
-        choices |= {'learner.attention': layout.attention, 'learner.packing': layout.packing}
-        programs += _learner_programs(part, allocation.learner)
-    if ENGINE in parts and generates:
-        for each in _one_of_each_size(allocation):
-            serves = joined is not None
-            build = build_serving_backend if serves else build_backend
-            backend = build(tracked, Decoder(shape, lora=build_lora(tracked)), each)
-            choices['rollout.attention'] = backend.attention
-            programs += _engine_programs(backend, each)
-    return PlannedRun(allocation, programs, choices)
+    part, layout = plan_learner(TrackedConfig(config), shape, allocation.learner)
+    choices = {'learner.attention': layout.attention, 'learner.packing': layout.packing}
+    if shape.experts:
+        choices["experts' products of the learner"] = _choose_products(config.learner.dtype, shape, allocation.learner)
+    state = part.described
+    kept = jax.tree.leaves((state.params, state.frozen, state.optimizer, state.reference))
+    learner_bytes, engine_bytes = sum(map(bytes_on_device, kept)), 0
+    of_engines: list[PlannedProgram] = []
+    passed_over = [*layout.passed_over]
+    build = build_backend if joined is None else build_serving_backend
+    for each in _one_of_each_size(allocation):
+        backend = build(tracked, Decoder(shape, lora=build_lora(tracked)), each)
+        choices['rollout.attention'] = backend.attention
+        passed_over += backend.passed_over
+        weights, cache = describe_weights(backend), sum(map(bytes_on_device, jax.tree.leaves(backend.abstract_state())))
+        version = sum(map(bytes_on_device, jax.tree.leaves(weights.params)))
+        engines = allocation.engines.count(each)
+        on_learner = not {*each}.isdisjoint(allocation.learner.devices.flat)
+        engine_bytes = max(engine_bytes, 2 * version + engines * cache) if on_learner else engine_bytes
+        # the next version, which arrives while this one is in use, and what else is on the devices
+        beside = version + (engines - 1) * cache + (learner_bytes if on_learner else 0)
+        of_engines += _engine_programs(backend, weights, beside, each)
+    programs = [*_learner_programs(part, kept, engine_bytes, allocation.learner), *of_engines]
+    return PlannedRun(programs, choices, list(dict.fromkeys(passed_over)))
+
+
+def _choose_products(dtype: str, shape: ModelConfig, mesh: Mesh) -> str:
+    experts = shape.experts
+    assert experts is not None
+    own, width = experts.count // mesh.shape['expert'], experts.d_expert // mesh.shape['tensor']
+    demand = Demand(dtype, experts.per_token, own, width, shape.d_model)
+    return choose_checked_mixer(nearest_device(mesh), demand).name
 
 
 def _allocate(config: TrackedConfig, devices: Sequence[jax.Device], *, generates: bool) -> Allocation:
@@ -115,13 +129,14 @@ def plan_learner(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> tuple
     return make.make(decoder.abstract(), choose_trained(adapters=bool(lora))), layout
 
 
-def _learner_programs(part: TrainedPart, mesh: Mesh) -> Iterator[PlannedProgram]:
-    state = part.described
-    kept = jax.tree.leaves((state.params, state.frozen, state.optimizer, state.reference))
+def _learner_programs(
+    part: TrainedPart, kept: Sequence[jax.ShapeDtypeStruct], others_bytes: int, mesh: Mesh
+) -> Iterator[PlannedProgram]:
+    """The programs of updates and publications; engines on the same devices hold `others_bytes`."""
     for programs, name, args in part.declared_programs(exports=True):
         read = args[1:] if name == 'accumulate' else args  # its first argument, described as the weights: gradients
         given = {id(leaf) for leaf in jax.tree.leaves(read)}
-        beside = sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
+        beside = others_bytes + sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
         rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
         named = f'{name} {" x ".join(map(str, rows))}'.strip()
         lower = functools.partial(_lower, programs, name, args)
@@ -133,18 +148,18 @@ def _lower(programs: CompiledPrograms, name: str, args: tuple[Tree, ...]) -> jax
     return lowered
 
 
-def _engine_programs(backend: JaxDecodeBackend, devices: EngineDevices) -> Iterator[PlannedProgram]:
-    weights = describe_weights(backend)
-    arriving = sum(map(bytes_on_device, jax.tree.leaves(weights.params)))  # the next version, while this one is in use
+def _engine_programs(
+    backend: JaxDecodeBackend, weights: PreparedWeights, beside: int, devices: EngineDevices
+) -> Iterator[PlannedProgram]:
     mesh, size = backend.placement.mesh, f'of {len(devices)}: ' if len(devices) > 1 else ''
     for bucket in backend.declared_prefills:
-        lower = functools.partial(backend.lower_prefill, weights, bucket)
         prior = f' after {bucket.prior}' if bucket.prior else ''
-        yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, arriving, lower)
+        lower = functools.partial(backend.lower_prefill, weights, bucket)
+        yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, beside, lower)
     for generation in backend.generations:
         for batch in generation.batches:
             lower = functools.partial(generation.lower, weights, backend.abstract_state(), batch)
-            yield PlannedProgram(ENGINE, f'{size}generate {batch}', mesh, arriving, lower)
+            yield PlannedProgram(ENGINE, f'{size}generate {batch}', mesh, beside, lower)
 
 
 def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:

@@ -48,24 +48,9 @@ class Topology:
         return self.chip.flops / self.share
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuTarget:
-    """The numbers of a GPU that XLA's compiler reads; the rest is equal in all of a generation. From its data sheet."""
-
-    capability: tuple[int, int]
-    cores: int  # streaming multiprocessors
-    l2_bytes: int
-    clock_ghz: float
-    name: str
-
-
-_HOPPER = GpuTarget((9, 0), 132, 50 * 2**20, 1.98, 'NVIDIA H100 80GB HBM3')
-GPU_TARGETS = {
-    'H100 SXM': _HOPPER,
-    'H800 SXM': dataclasses.replace(_HOPPER, name='NVIDIA H800'),
-    'H200 SXM': dataclasses.replace(_HOPPER, name='NVIDIA H200'),
-}
-_SHARED_BYTES = {9: (232448, 233472)}  # by major capability: of a block that opts in, of a core
+# GPUs that XLA's compiler is told about, by chip, with the names that their drivers give. All are of one generation, so
+# they differ in memory alone; the numbers in write_target are from its data sheet.
+GPU_NAMES = {'H100 SXM': 'NVIDIA H100 80GB HBM3', 'H800 SXM': 'NVIDIA H800', 'H200 SXM': 'NVIDIA H200'}
 
 
 def describe_topology(text: str) -> Topology:
@@ -102,8 +87,8 @@ def _reason(error: Exception) -> str:
 
 def _describe_gpus(text: str, count: int, name: str) -> Topology:
     chip = find_chip(name)
-    if chip.name not in GPU_TARGETS:
-        known = ', '.join(GPU_TARGETS)
+    if chip.name not in GPU_NAMES:
+        known = ', '.join(GPU_NAMES)
         raise ConfigError(f'--topology={text!r}: GPUs can be compiled for as one of {known}; {_FORMS}')
     if count > NODE and count % NODE:
         raise ConfigError(f'--topology={text!r}: more than {NODE} GPUs are whole nodes of {NODE}; use a multiple')
@@ -137,22 +122,19 @@ def accept_cuda() -> Iterator[None]:
 
 def write_target(chip: Chip) -> str:
     """Writes a GPU as the text of XLA's GpuTargetConfigProto."""
-    target = GPU_TARGETS[chip.name]
-    optin, of_core = _SHARED_BYTES[target.capability[0]]
     numbers = {
         'threads_per_block_limit': 1024, 'threads_per_warp': 32, 'shared_memory_per_block': 49152,
-        'shared_memory_per_core': of_core, 'threads_per_core_limit': 2048, 'core_count': target.cores,
+        'shared_memory_per_core': 233472, 'threads_per_core_limit': 2048, 'core_count': 132,
         'fpus_per_core': 128, 'block_dim_limit_x': 2**31 - 1, 'block_dim_limit_y': 65535, 'block_dim_limit_z': 65535,
-        'memory_bandwidth': int(chip.bytes_s), 'l2_cache_size': target.l2_bytes, 'clock_rate_ghz': target.clock_ghz,
-        'device_memory_size': int(chip.memory_bytes), 'shared_memory_per_block_optin': optin,
+        'memory_bandwidth': int(chip.bytes_s), 'l2_cache_size': 50 * 2**20, 'clock_rate_ghz': 1.98,
+        'device_memory_size': int(chip.memory_bytes), 'shared_memory_per_block_optin': 232448,
         'registers_per_core_limit': 65536, 'registers_per_block_limit': 65536,
     }  # fmt: skip
-    major, minor = target.capability
     lines = [f'  {name}: {value}' for name, value in numbers.items()]
-    lines.append(f'  cuda_compute_capability {{ major: {major} minor: {minor} }}')
+    lines.append('  cuda_compute_capability { major: 9 minor: 0 }')
     versions = 'dnn_version_info { major: 9 minor: 10 }\nruntime_version { major: 13 }'
     device = '\n'.join(('gpu_device_info {', *lines, '}'))
-    return f'{device}\nplatform_name: "CUDA"\n{versions}\ndevice_description_str: "{target.name}"\n'
+    return f'{device}\nplatform_name: "CUDA"\n{versions}\ndevice_description_str: "{GPU_NAMES[chip.name]}"\n'
 
 
 @contextlib.contextmanager

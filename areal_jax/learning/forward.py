@@ -147,7 +147,7 @@ class Stream:
 
     def __init__(self, mesh: Mesh | None, rows: int, tokens: int):
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None  # None = one device, no sharding to state
-        self._whole = mesh  # also of one device, which may be described only
+        self._device = jax.local_devices()[0] if mesh is None else nearest_device(mesh)  # like all of the mesh
         self._rows, self._tokens = rows, tokens
         self._parts = (1, 1) if self.mesh is None else (data_shards(self.mesh), self.mesh.shape['context'])
         for size, parts, what in ((rows, self._parts[0], 'rows'), (tokens, self._parts[1], 'tokens of a row')):
@@ -176,8 +176,7 @@ class Stream:
 
     def mix(self) -> Mixer:
         """The product of experts for tokens of the flat stream."""
-        device = jax.local_devices()[0] if self._whole is None else nearest_device(self._whole)
-        return make_mix(device, self.mesh, TOKEN_AXES)
+        return make_mix(self._device, self.mesh, TOKEN_AXES)
 
     def _at(self, x: jax.Array, *spec: str | tuple[str, ...]) -> jax.Array:
         if self.mesh is None:

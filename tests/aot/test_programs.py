@@ -20,9 +20,11 @@ from tests.app.small import small_config
 CUT = {'cluster__learner': 'fsdp=2', 'cluster__engines': '1 x tensor=1', 'learner__rows_per_microbatch': 2}
 
 
-def plan(parts=(LEARNER, ENGINE), **fields):
+def plan(part, **fields):
+    """The programs of one part of a run."""
     config = small_config(**fields)
-    return plan_programs(config, read_shape(TrackedConfig(config)), jax.devices(), parts)
+    planned = plan_programs(config, read_shape(TrackedConfig(config)), jax.devices())
+    return [one for one in planned.programs if one.part == part]
 
 
 @pytest.fixture(scope='module')
@@ -42,7 +44,7 @@ def backend_of_run():
 
 def test_the_learners_programs_are_those_of_a_run_to_the_letter(run):
     declared = [one for part in run.learner.parts for one in part.declared_programs(exports=True)]
-    made = {one.name: one.lower() for one in plan((LEARNER,), **CUT).programs}
+    made = {one.name: one.lower() for one in plan(LEARNER, **CUT)}
     assert len(made) == len(declared) > 3
     for programs, name, args in declared:
         shape = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
@@ -52,7 +54,7 @@ def test_the_learners_programs_are_those_of_a_run_to_the_letter(run):
 
 def test_the_engines_programs_are_those_of_a_run_to_the_letter():
     backend, weights = backend_of_run()
-    made = [one.lower().as_text() for one in plan((ENGINE,), **CUT).programs]
+    made = [one.lower().as_text() for one in plan(ENGINE, **CUT)]
     own = [one.as_text() for one in backend.lower_all(weights)]
     assert own == made
 
@@ -65,10 +67,18 @@ def test_described_weights_are_those_that_the_backend_prepares():
 
 
 def test_state_that_is_no_argument_counts_beside_a_program():
-    found = {one.name.split()[0]: one for one in plan((LEARNER,), learner__dtype='bfloat16', **CUT).programs}
+    found = {one.name.split()[0]: one for one in plan(LEARNER, learner__dtype='bfloat16', **CUT)}
     state = found['accumulate'].beside_bytes  # weights, optimizer: the working copy and gradients are arguments
     assert state > found['export'].beside_bytes > 0  # the optimizer's
     assert found['apply'].beside_bytes == 0
+
+
+def test_what_an_engine_keeps_on_the_learners_devices_counts_beside_its_programs_and_the_other_way_round():
+    shared = CUT | {'cluster__engines': '1 x shared'}
+    for part in (LEARNER, ENGINE):
+        alone, together = ({one.name: one.beside_bytes for one in plan(part, **fields)} for fields in (CUT, shared))
+        assert len({together[name] - alone[name] for name in alone}) == 1  # all programs, by the same bytes
+        assert all(together[name] > alone[name] for name in alone)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +90,13 @@ def test_state_that_is_no_argument_counts_beside_a_program():
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said_before_anything_compiles(fields, said):
     with pytest.raises(ConfigError) as caught:
-        plan((LEARNER,), **fields)
+        plan(LEARNER, **fields)
     assert said in str(caught.value)
 
 
 def test_a_program_is_compiled_and_read():
     topology = Topology('four', V5E, tuple(jax.devices()[:4]))
-    [apply] = [one for one in plan((LEARNER,), **CUT).programs if one.name == 'apply']
+    [apply] = [one for one in plan(LEARNER, **CUT) if one.name == 'apply']
     found = compile_program(apply, topology)
     assert found.fits
     assert found.memory is not None

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from areal_jax.aot import topology
-from areal_jax.aot.topology import GPU_TARGETS, describe_topology, write_target
+from areal_jax.aot.topology import GPU_NAMES, describe_topology, write_target
 from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.prices import find_chip
 
@@ -37,7 +37,7 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(text, extra, monkeyp
 
 
 def test_the_text_of_a_gpu_has_the_numbers_of_its_chip():
-    for name in GPU_TARGETS:
+    for name in GPU_NAMES:
         chip, text = find_chip(name), write_target(find_chip(name))
         assert f'memory_bandwidth: {int(chip.bytes_s)}\n' in text
         assert f'device_memory_size: {int(chip.memory_bytes)}\n' in text

@@ -223,7 +223,6 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
         pytest.param('trace', {}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_a_resumed_lock_step_run_equals_the_uninterrupted_one(tmp_path, schedule, fields):
     (tmp_path / 'delays').write_text('0 2 1')
     fields = fields | {'staleness__schedule': schedule.replace('trace', f'trace({tmp_path}/delays)')}

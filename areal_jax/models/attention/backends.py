@@ -38,6 +38,7 @@ class Backend:
     head_dim_step: int = 1
     max_head_dim: int | None = None
     max_segments: int | None = None  # of a row, padding included; without shared prompts only
+    asks_device: bool = False  # lowering asks a device of this process, so a described one is not enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ BACKENDS = {
         head_dim_step=8,
         max_head_dim=256,
         max_segments=MAX_SEGMENTS,
+        asks_device=True,
     ),
 }
 IMPLEMENTATIONS = ('auto', *BACKENDS)

@@ -111,7 +111,7 @@ def choose_checked(
     """(the backend to use on the device, why 'auto' rejected faster ones); see choose_implementation.
 
     A process checks a backend once for each dtype, head size and kind of mask: further learners take the result. On a
-    device of a topology that is only described nothing can be checked.
+    device of a topology that is only described nothing can be checked, and some backends cannot be compiled.
 
     Args:
       device: None = the first of this process.
@@ -132,6 +132,8 @@ def choose_checked(
                     name, BACKENDS[name], (platform, capability), jax_settings(),
                     jnp.dtype(dtype).name, head_dim, window is not None, slices, sinks,
                 )  # fmt: skip
+            elif BACKENDS[name].asks_device:
+                raise AttentionError(f'attention {name!r} cannot be compiled for a device that is only described')
             return name, tuple(excluded.values())
         except AttentionError as error:
             if impl != 'auto':

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
+from areal_jax.models.attention.backends import describe_device
 from areal_jax.models.grouped.megablox import Megablox
 from areal_jax.models.grouped.mosaic import Mosaic
 from areal_jax.models.grouped.triton import Triton
@@ -33,9 +34,7 @@ class Hardware(NamedTuple):
     @classmethod
     def of(cls, device: jax.Device) -> Hardware:
         """Describes a device, which may belong to a topology that is only described."""
-        major, _, minor = str(getattr(device, 'compute_capability', '')).partition('.')
-        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-        return cls(device.platform, capability, getattr(device, 'core_count', None) or 0)
+        return cls(*describe_device(device), getattr(device, 'core_count', None) or 0)
 
 
 class Kernels(Protocol):

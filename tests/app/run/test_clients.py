@@ -85,7 +85,6 @@ def test_the_result_is_a_function_of_the_seed(clients, tmp_path):
         assert run.events == other.events
 
 
-@pytest.mark.slow
 def test_a_client_that_was_killed_goes_on_where_it_was(clients, tmp_path):
     """Client 1 dies after update 4 and is resumed while client 0 waits: all weights are those without the death."""
     first, second = build_clients(tmp_path)

@@ -123,6 +123,12 @@ def test_on_a_device_that_is_only_described_nothing_is_checked(monkeypatch):
     facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16, 'device': described}
     assert choose_checked('auto', **facts) == ('splash', ())
     assert choose_checked('blocked', **facts) == ('blocked', ())
+    gpu = types.SimpleNamespace(platform='gpu', compute_capability='9.0')
+    facts |= {'device': gpu, 'dtype': 'bfloat16'}
+    said = "attention 'cudnn' cannot be compiled for a device that is only described"
+    assert choose_checked('auto', **facts) == ('pallas', (said,))
+    with pytest.raises(AttentionError, match=said):
+        choose_checked('cudnn', **facts)
 
 
 def test_a_run_on_this_machine_gets_a_checked_backend():

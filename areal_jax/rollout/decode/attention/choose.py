@@ -192,8 +192,7 @@ def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[Cache
     """Returns (the attention for this device, why 'auto' rejected faster ones); see choose_implementation.
 
     Programs in plain JAX, which run everywhere, are not checked, and nothing is on a device that is only described.
-    Raises AttentionError if a kernel that was requested
-    by name fails its check.
+    Raises AttentionError if a kernel that was requested by name fails its check.
     """
     rejected: dict[str, str] = {}
     while True:
