@@ -12,10 +12,13 @@ from areal_jax.aot import hlo
 from areal_jax.aot.programs import PlannedProgram
 from areal_jax.aot.topology import Topology
 from areal_jax.app.parts.sizes import SHARE
+from areal_jax.config.xla_flags import Flags
 from areal_jax.telemetry.progress import format_bytes
 
 LARGE_COPY = 64 * 10**6  # bytes
+_LARGE_EXCHANGE = 10**6
 _BUFFERS, _SHOWN = 8, 4
+_WORDS = {'true': True, 'false': False}
 _NO_ROOM = ('RESOURCE_EXHAUSTED', 'Ran out of memory', 'exceeds available', 'out of memory')
 
 
@@ -46,6 +49,7 @@ class Finding:
     limit_bytes: float = 0
     buffers: Sequence[hlo.Buffer] = ()
     collectives: Sequence[hlo.Collective] = ()
+    covers: Sequence[hlo.Cover] = ()
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
     copies: Sequence[hlo.Buffer] = ()
     flops: float = 0  # of products, on a device; kernels are not counted
@@ -60,11 +64,11 @@ class Finding:
         return dataclasses.asdict(self) | {'fits': self.fits}
 
 
-def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
-    """Compiles a program and reads it; a program that the compiler refuses is a finding too."""
+def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | None = None) -> Finding:
+    """Compiles a program, with flags of XLA, and reads it; a program that the compiler refuses is a finding too."""
     began = time.perf_counter()
     try:
-        compiled = planned.lower().compile()
+        compiled = planned.lower().compile(compiler_options=_as_options(flags or {}))
     except Exception as error:  # kernels and compilers fail in many ways, and the other programs are still of interest
         return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=_sentence(error))
     seconds = time.perf_counter() - began
@@ -78,11 +82,17 @@ def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
         limit_bytes=SHARE * topology.memory_bytes,
         buffers=hlo.find_buffers(module, _BUFFERS),
         collectives=collectives,
+        covers=hlo.find_covers(module),
         kernels=hlo.find_kernels(module),
         copies=hlo.find_copies(module, LARGE_COPY),
         flops=flops,
         floor_s=least_seconds(topology, memory, collectives, flops),
     )
+
+
+def _as_options(flags: Flags) -> dict[str, str | bool] | None:
+    """The flags as options of one compilation, which takes no 'true' for True."""
+    return {name: _WORDS.get(value.lower(), value) for name, value in flags.items()} or None
 
 
 def _sentence(error: Exception) -> str:
@@ -139,6 +149,12 @@ def _describe_contents(finding: Finding) -> Iterator[str]:
         yield f'{one.times} x {one.kind} over {one.axes}: {one.array}, {format_bytes(one.bytes)}, {one.source}'
     if (rest := len(finding.collectives) - _SHOWN) > 0:
         yield f'and {rest} smaller kinds of exchange'
+    for cover in finding.covers:
+        if cover.times > 1 and cover.bytes >= _LARGE_EXCHANGE:
+            yield (
+                f'{cover.exchanges} x {cover.kind} of a pass, {format_bytes(cover.bytes)}: beside {cover.kernels} '
+                f'products or kernels, {cover.times} passes'
+            )
     for title, buffers in (('copy', finding.copies), ('buffer', finding.buffers[:_SHOWN])):
         for buffer in buffers[:_SHOWN]:
             yield f'{title} {buffer.array}, {format_bytes(buffer.bytes)}, {buffer.times} x, {buffer.source}'
