@@ -30,11 +30,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import parse_command
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.config import validate
+    from areal_jax.files import require_local
 
     silence_libraries()
     values = _define_flags()
     command = parse_command(argv, values)
     validate(command.config)
+    for change in values.compare:
+        require_local('--compare', change)
     if values.topology is None:
         raise UserError("--topology is missing: name the devices, as 'v5p:2x4x4' or '8 x H100'")
     configs = [command.config, *([_parse_other(argv, values.compare)] if values.compare else [])]

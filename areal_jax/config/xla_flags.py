@@ -30,6 +30,8 @@ _OF_GPUS: Flags = {
     'xla_gpu_enable_pipelined_reduce_scatter': 'true',
     'xla_gpu_enable_pipelined_all_reduce': 'true',
     'xla_gpu_enable_while_loop_double_buffering': 'true',
+    # of the smaller side: small arrays go together, the large ones of a layer alone, so that each has kernels beside it
+    'xla_gpu_all_gather_combine_threshold_bytes': '8388608',
     'xla_gpu_reduce_scatter_combine_threshold_bytes': '8388608',
 }
 PRESETS: Mapping[str, Flags] = {GPU: _OF_GPUS}
