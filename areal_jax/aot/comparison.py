@@ -17,7 +17,7 @@ from areal_jax.telemetry.progress import format_bytes
 GIVEN = 'as given'  # the side of the command line without --compare
 _CHANGE = re.compile(r'(?:--)?(?:config\.)?(\w+(?:\.\w+)+=.*)', re.DOTALL)
 _SCATTERED = 'reduce-scatter'
-_WIDTH = 34
+_WIDTH = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(finding: Finding, layers: int) -> dict[str, float | str]:
         moved[one.kind] += one.bytes * one.times
     return {
         'temporaries': finding.memory.temporaries,
-        'peak': finding.memory.together,
+        'peak': finding.memory.peak,
         **{kind: moved[kind] for kind in hlo.COLLECTIVES if kind in moved},
         **{
             f'kernels beside {kind}s, a layer': round(covered_a_layer(finding, kind, layers), 2)

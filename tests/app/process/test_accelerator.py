@@ -1,7 +1,10 @@
 """Accelerators are found without jax; their flags are in the environment before jax starts, and a CPU gets none."""
 
 import importlib.util
+import os
 import pathlib
+import subprocess
+import sys
 
 import jaxlib
 import pytest
@@ -131,3 +134,24 @@ def test_a_flag_that_xla_does_not_have_is_refused_if_own_and_left_out_of_a_prese
     use_xla_flags(config_of('auto'))
     assert f'--{name}=' not in environment['XLA_FLAGS']
     assert environment['XLA_FLAGS'].count('--xla_') == len(PRESETS[GPU])
+
+
+STARTED = """
+import sys
+from areal_jax.app.process import accelerator
+from areal_jax.config import default_config
+
+accelerator.find_hardware = lambda environment: 'gpu'
+accelerator.use_xla_flags(default_config())
+assert 'jax' not in sys.modules
+import jax
+print(jax.numpy.arange(4).sum())
+"""
+
+
+def test_xla_starts_with_the_preset_which_is_set_before_jax_is_imported():
+    variables = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'PYTHONPATH': str(pathlib.Path.cwd())}
+    command = [sys.executable, '-c', STARTED]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # XLA ends a process with a flag that it does not know, or a wrong value
+    assert done.stdout.splitlines() == [f'XLA flags for gpu: auto, {write_flags(PRESETS[GPU])}', '6']
