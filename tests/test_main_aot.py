@@ -54,16 +54,16 @@ def compare(tmp_path, capsys, *flags):
 
 
 def test_two_sides_are_shown_side_by_side(tmp_path, capsys):
-    found, said = compare(tmp_path, capsys, '--compare=learner.dtype=bfloat16')
-    assert '1 programs for four, 1 layers only, learner.dtype=bfloat16\n' in said
+    found, said = compare(tmp_path, capsys, '--compare=model.d_ff=96')
+    assert '1 programs for four, 1 layers only, model.d_ff=96\n' in said
     assert said.endswith('2 of 2 programs fit\n')
     table = said[said.index('\n      ') :].splitlines()
-    assert table[1].split() == ['as', 'given', 'learner.dtype=bfloat16']
+    assert table[1].split() == ['as', 'given', 'model.d_ff=96']
     assert [line.split()[0] for line in table[3:6]] == ['temporaries', 'peak', 'copies']
     measured = found['compared']['learner: apply']
-    assert list(measured) == ['as given', found['other']['side']] == ['as given', 'learner.dtype=bfloat16']
+    assert list(measured) == ['as given', found['other']['side']] == ['as given', 'model.d_ff=96']
     memory = found['other']['programs'][0]['memory']
-    assert measured['learner.dtype=bfloat16']['temporaries'] == memory['temporaries']
+    assert measured['model.d_ff=96']['temporaries'] == memory['temporaries']
     assert found['complete'] is found['other']['complete'] is True
 
 
