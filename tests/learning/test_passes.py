@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from areal_jax.learning.learner import SpmdLearner
 from tests.learning.examples import make_learner, random_groups
 
-WIDE = {'row_tokens': 400, 'row_loss_tokens': 300}  # all of the groups below in one micro-batch
+WIDE: dict[str, Any] = {'row_tokens': 400, 'row_loss_tokens': 300}  # all of the groups below in one micro-batch
 
 
 def note_step(learner: SpmdLearner, monkeypatch: pytest.MonkeyPatch, *, on_accelerator: bool) -> list[str]:
