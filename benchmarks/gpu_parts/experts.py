@@ -63,8 +63,8 @@ def _time_layer(case: TrainCase) -> dict[str, Any]:
     row, into = (tokens, model.d_model), (experts.count, model.d_model, experts.d_expert)
     _, routes = jax.lax.top_k(jax.random.uniform(keys[0], (tokens, experts.count)), experts.per_token)
     weights = jnp.full(routes.shape, 1 / experts.per_token, jnp.float32)
-    inputs = (draw(keys[1], *row), weights, draw(keys[2], *into), draw(keys[3], *into))
-    inputs += (draw(keys[4], into[0], into[2], into[1]),)
+    down = draw(keys[4], into[0], into[2], into[1])
+    inputs = (draw(keys[1], *row), weights, draw(keys[2], *into), draw(keys[3], *into), down)
 
     @jax.jit
     def both(d_out: jax.Array, *inputs: jax.Array) -> Any:

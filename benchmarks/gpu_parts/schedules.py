@@ -86,8 +86,7 @@ def read_rate(events: pathlib.Path) -> dict[str, float]:
 
 def fields(schedule: str, tiny: bool) -> dict[str, object]:
     """What an arm sets: all but `staleness.eta` is that of both."""
-    memory = device_memory()
-    limit = memory and memory.get('limit_bytes')
+    limit = (device_memory() or {}).get('limit_bytes')
     return {
         'run.steps': LAST + 1 + int(max(ETAS.values())),  # admission is open up to the last version that is timed
         'rollout.ignore_eos': True,
