@@ -201,7 +201,7 @@ COMMAND = Command(
     areal-aot --config=configs/clusters/qwen3_8b_h100.py --topology='8 x H100' --programs=generate --layers=4
     # what the flags of XLA for this hardware change in a micro-batch of the update
     areal-aot --config=configs/tiny_cpu.py --topology='8 x H100' --config.cluster.learner=fsdp=8 \
-        --config.learner.rows_per_microbatch=8 --programs='learner: accumulate' --compare=cluster.xla_flags=off
+        --config.learner.rows_per_microbatch=8 --programs='learner: gradients' --compare=cluster.xla_flags=off
     """,
     fields=(
         'cluster.learner',

@@ -34,7 +34,12 @@ _OF_GPUS: Flags = {
     'xla_gpu_all_gather_combine_threshold_bytes': '8388608',
     'xla_gpu_reduce_scatter_combine_threshold_bytes': '8388608',
 }
-PRESETS: Mapping[str, Flags] = {GPU: _OF_GPUS}
+_OF_TPUS: Flags = {  # on by themselves in libtpu 0.0.42.1
+    'xla_tpu_enable_latency_hiding_scheduler': 'true',
+    'xla_enable_async_all_gather': 'true',
+    'xla_enable_async_collective_permute': 'true',
+}
+PRESETS: Mapping[str, Flags] = {GPU: _OF_GPUS, **dict.fromkeys(('v5p', 'v5e', 'v6e', 'v7x'), _OF_TPUS)}
 
 
 class FlagsText(Text):
