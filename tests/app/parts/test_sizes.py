@@ -15,7 +15,7 @@ from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts import sizes
 from areal_jax.app.parts.engines import build_backend, build_evaluation_backends
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.parts.sizes import describe_run
+from areal_jax.app.parts.dry_run import describe_run, plan_run
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError
@@ -303,7 +303,7 @@ def test_qwen3_30b_is_cut_over_experts_and_fsdp_and_nothing_is_drawn(monkeypatch
     config.cluster.learner, config.cluster.engines = 'hosts=1 x fsdp=2,expert=2', '1 x expert=4'
     config.rollout.server = 'own'
     config.learner.rows_per_microbatch = 4
-    rows = rows_of(text := describe_run(config))
+    rows = rows_of(text := describe_run(plan_run(config)))
     assert '30.53 billion weights, a token reaches 3.35 billion; learner fsdp=2, expert=2, 1 engines' in text
     assert rows['layers/*/mlp/experts/down'].endswith('48 [128, 768, 2048] expert, -, fsdp [64, 768, 1024]')
     assert rows['layers/*/mlp/router/weight'].endswith('48 [2048, 128] fsdp [1024, 128]')
@@ -318,12 +318,12 @@ def test_qwen3_30b_is_cut_over_experts_and_fsdp_and_nothing_is_drawn(monkeypatch
 def test_servers_of_others_are_not_described():
     config = load_config('configs/clusters/qwen3_8b_h100_sglang.py')
     config.model.path = 'configs/shapes/qwen3_8b'
-    assert 'learner fsdp=8, 0 engines' in describe_run(config)
+    assert 'learner fsdp=8, 0 engines' in describe_run(plan_run(config))
 
 
 def test_a_dense_model_that_learns_from_data_has_no_engines():
     config = load_config('configs/sft_tiny.py')
-    text = describe_run(config)
+    text = describe_run(plan_run(config))
     assert 'learner 1 device, 0 engines' in text
     assert 'engine, of a device' not in text
     assert rows_of(text)['layers/*/mlp/gate/weight'].endswith('2 [64, 128] - [64, 128]')
