@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from areal_jax.app.parts.sizes import cache_bytes, state_sizes, version_bytes
 from areal_jax.config import TrackedConfig
 from areal_jax.models.families import ModelConfig
-from areal_jax.rollout.backend import PrefillBucket
 from areal_jax.sharding.rules import EngineDevices
 from areal_jax.simulation.prices import ModelShape, shape_of
 from areal_jax.types import Tree
@@ -82,17 +81,15 @@ def _active(counted: ModelShape, share: float) -> float:
     return counted.active_parameters - (1 - share) * counted.head_parameters
 
 
-def expect_prefill(
-    config: TrackedConfig, shape: ModelConfig, devices: EngineDevices, bucket: PrefillBucket
-) -> Expected:
-    """Tells of a prefill, which writes to the cache and predicts nothing: no head."""
-    cache, flops = cache_bytes(config, shape, devices), 2 * _active(shape_of('', shape), 0) * bucket.tokens
-    return Expected(version_bytes(config, shape, devices, head=False) + cache, cache, flops / len(devices))
+def expect_prefill(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> Expected:
+    """Tells of a prefill, which writes to the cache and predicts nothing."""
+    cache = cache_bytes(config, shape, devices)
+    return Expected(version_bytes(config, shape, devices, prefills=True) + cache, cache)
 
 
 def expect_decoding(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices, batch: int) -> Expected:
     """Tells of a batch of decoding."""
-    cache, flops = cache_bytes(config, shape, devices), 2 * _active(shape_of('', shape), 1) * batch
+    cache, flops = cache_bytes(config, shape, devices), 2 * shape_of('', shape).active_parameters * batch
     return Expected(version_bytes(config, shape, devices) + cache, cache, flops / len(devices))
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from ml_collections import config_dict
 
 from areal_jax.aot.expected import UNKNOWN, Expected, bytes_on_device, expect_decoding, expect_learner, expect_prefill
@@ -152,7 +152,7 @@ def _engine_programs(
     for bucket in backend.declared_prefills:
         prior = f' after {bucket.prior}' if bucket.prior else ''
         lower = functools.partial(backend.lower_prefill, weights, bucket)
-        expected = expect_prefill(config, shape, devices, bucket)
+        expected = expect_prefill(config, shape, devices)
         yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, beside, lower, expected)
     for generation in backend.generations:
         kind = 'plain ' if generation is not backend.generations[-1] else ''
@@ -166,16 +166,21 @@ def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
     """Describes what `backend.prepare` returns, on accelerators."""
     placement = backend.placement
     decoder, dtype = placement.decoder, backend.dtype
-    published = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), decoder.abstract())
+    whole = Decoder(decoder.config).abstract()  # adapters are merged before a version is published
+    published = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), whole)
     prepared = jax.eval_shape(decoder.prepare, published)
-    over: Tree = placement.published
     if placement.mesh is None:
-        on = next(iter(placement.rows.device_set))
-        over = jax.tree.map(lambda leaf: SingleDeviceSharding(on), prepared)
-    elif _list_paths(prepared) != _list_paths(published):
+        on = SingleDeviceSharding(next(iter(placement.rows.device_set)))
+        return PreparedWeights(jax.tree.map(lambda leaf: _describe(leaf, on), prepared))
+    if _list_paths(prepared) != _list_paths(published):
         raise ConfigError('areal-aot does not compile weights in 8 bits over several devices of an engine yet')
-    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return PreparedWeights(jax.tree.map(describe, prepared, over))
+    over = {path_name(path): each for path, each in jax.tree_util.tree_leaves_with_path(placement.published)}
+    by_path = lambda path, leaf: _describe(leaf, over[path_name(path)])
+    return PreparedWeights(jax.tree_util.tree_map_with_path(by_path, prepared))
+
+
+def _describe(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _list_paths(tree: Tree) -> list[str]:

@@ -175,7 +175,7 @@ def judge(planned: DryRun, memory_bytes: float) -> list[Verdict]:
     unequal = len({len(devices) for devices in sizes.by_devices}) > 1
     by_role: dict[str, Verdict] = {}
     for devices, parts in sizes.by_devices.items():
-        role = f'engine of {len(devices)} devices' if unequal else 'engine'
+        role = f'engine of {len(devices)} device{"s" * (len(devices) > 1)}' if unequal else 'engine'
         beside = {} if trains.isdisjoint(devices) else sizes.learner
         by_role[role] = Verdict(role, sum_parts(beside, parts), memory_bytes)
     return [*verdicts, *by_role.values()]

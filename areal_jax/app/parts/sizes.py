@@ -64,7 +64,6 @@ def cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGRO
 
 _SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, per running answer
-_PREDICTS = ('head', 'final_norm')  # leaves of a model that a prefill does not read
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'teacher', 'critic', 'publication'),
     *(
@@ -298,15 +297,23 @@ def _engine_sizes(
     }
 
 
-def version_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices, *, head: bool = True) -> int:
+def version_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices, *, prefills: bool = False) -> int:
     """Returns the bytes of one version of the published weights on each device of an engine.
 
-    Without `head`, those that only predictions read are left out: the head that is not the embedding, the last norm.
+    Args:
+      prefills: only what a prefill reads. It predicts nothing, so it has no head, and only keys and values of the last
+        layer.
     """
-    one, dtype = Decoder(_sample(shape)), config.publication.dtype
+    one, repeats = Decoder(_sample(shape)), _repeats(shape)
     placed = _place_engine(one, devices, parse_engines(config.cluster.engines).find_group(len(devices)).expert)
-    kept = one.abstract() if head else {name: tree for name, tree in one.abstract().items() if name not in _PREDICTS}
-    return _bytes(kept, {name: placed[name] for name in kept}, _repeats(shape), dtype)
+    whole = _bytes(one.abstract(), placed, repeats, config.publication.dtype)
+    if not prefills:
+        return whole
+    unread = re.compile(rf'head\b|final_norm|layers/{len(repeats) - 1}/(?!attention_norm|attention/(key|value))')
+    leaves = zip(jax.tree_util.tree_leaves_with_path(one.abstract()), jax.tree.leaves(placed), strict=True)
+    return whole - _itemsize(config.publication.dtype) * sum(
+        math.prod(over.shard_shape(leaf.shape)) for (path, leaf), over in leaves if unread.match(path_name(path))
+    )
 
 
 def cache_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
