@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -53,6 +54,7 @@ class Finding:
     copies: Sequence[hlo.Buffer] = ()
     flops: float = 0  # of products, on a device; kernels are not counted
     floor_s: float = 0
+    cpu_seconds: float = 0  # of the same, which other programs of the machine do not lengthen much
     expected: Expected = UNKNOWN
     differs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {'arguments': 0.01}: 1 % over the dry run
 
@@ -67,12 +69,12 @@ class Finding:
 
 def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
     """Compiles a program and reads it; a program that the compiler refuses is a finding too."""
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), _cpu_seconds()
     try:
         compiled = planned.lower().compile()
     except Exception as error:  # kernels and compilers fail in many ways, and the other programs are still of interest
         return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=_sentence(error))
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - worked
     module, memory = hlo.parse(compiled.as_text() or ''), read_memory(compiled, planned.beside_bytes)
     collectives, flops = hlo.find_collectives(module, planned.mesh), hlo.count_flops(module)
     return Finding(
@@ -87,9 +89,15 @@ def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
         copies=hlo.find_copies(module, LARGE_COPY),
         flops=flops,
         floor_s=least_seconds(topology, memory, collectives, flops),
+        cpu_seconds=cpu_seconds,
         expected=planned.expected,
         differs=dict(_compare(memory, planned.expected)),
     )
+
+
+def _cpu_seconds() -> float:
+    """Seconds of the CPU that this process and its ended children have taken."""
+    return sum(os.times()[:4])
 
 
 def _compare(memory: Memory, expected: Expected) -> Iterator[tuple[str, float]]:

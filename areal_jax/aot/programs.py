@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
 from areal_jax.aot.expected import UNKNOWN, Expected, bytes_on_device, expect_decoding, expect_learner, expect_prefill
@@ -72,7 +72,7 @@ def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: S
     passed_over = [*layout.passed_over]
     build = build_backend if joined is None else build_serving_backend
     for each in _one_of_each_size(allocation):
-        backend = build(tracked, Decoder(shape, lora=build_lora(tracked)), each)
+        backend = build(tracked, Decoder(shape), each)  # adapters are merged before a version is published
         choices['rollout.attention'] = backend.attention
         passed_over += backend.passed_over
         weights, cache = describe_weights(backend), sum(map(bytes_on_device, jax.tree.leaves(backend.abstract_state())))
@@ -166,21 +166,16 @@ def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
     """Describes what `backend.prepare` returns, on accelerators."""
     placement = backend.placement
     decoder, dtype = placement.decoder, backend.dtype
-    whole = Decoder(decoder.config).abstract()  # adapters are merged before a version is published
-    published = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), whole)
+    published = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), decoder.abstract())
     prepared = jax.eval_shape(decoder.prepare, published)
+    over: Tree = placement.published
     if placement.mesh is None:
-        on = SingleDeviceSharding(next(iter(placement.rows.device_set)))
-        return PreparedWeights(jax.tree.map(lambda leaf: _describe(leaf, on), prepared))
-    if _list_paths(prepared) != _list_paths(published):
+        on = next(iter(placement.rows.device_set))
+        over = jax.tree.map(lambda leaf: SingleDeviceSharding(on), prepared)
+    elif _list_paths(prepared) != _list_paths(published):
         raise ConfigError('areal-aot does not compile weights in 8 bits over several devices of an engine yet')
-    over = {path_name(path): each for path, each in jax.tree_util.tree_leaves_with_path(placement.published)}
-    by_path = lambda path, leaf: _describe(leaf, over[path_name(path)])
-    return PreparedWeights(jax.tree_util.tree_map_with_path(by_path, prepared))
-
-
-def _describe(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return PreparedWeights(jax.tree.map(describe, prepared, over))
 
 
 def _list_paths(tree: Tree) -> list[str]:
