@@ -21,7 +21,8 @@ GATHER = {'kind': 'all-gather', 'axes': 'fsdp', 'array': 'bf16[8,64]', 'bytes': 
 HEAD = GATHER | {'kind': 'reduce-scatter', 'array': 'f32[250,64]', 'bytes': 64000, 'times': 1, 'source': 'head.py:7'}
 COPY = {'array': 'bf16[64,512]', 'bytes': 70_000_000, 'times': 3, 'source': 'b.py:2 (attend)'}
 PROGRAM = {
-    'part': 'learner', 'name': 'accumulate 8 x 64', 'seconds': 9.0, 'cpu_seconds': 12.0, 'refusal': '', 'fits': True, 'flops': 8e9,
+    'part': 'learner', 'name': 'accumulate 8 x 64', 'seconds': 9.0, 'cpu_seconds': 12.0,
+    'refusal': '', 'fits': True, 'flops': 8e9,
     'memory': {'arguments': 10, 'outputs': 0, 'temporaries': 5000, 'peak': 6000, 'beside': 0, 'results': 0},
     'expected': {'arguments': 10, 'outputs': 0, 'flops': 6e9},
     'collectives': [HEAD, GATHER], 'copies': [COPY], 'buffers': [COPY],
