@@ -17,8 +17,8 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.lanes import engine_lane, publish_lane
+from areal_jax.models import families  # whose names another checkout may not have
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
@@ -51,8 +51,8 @@ def load_model(model: str | Mapping[str, Any]) -> tuple[Decoder, Weights]:
     if isinstance(model, str):
         config, weights = load_hf(model)
         return Decoder(config), weights
-    kinds = tuple(LayerKind(**kind) for kind in model['kinds'])  # JSON has no dataclasses
-    config = ModelConfig(**{**model, 'kinds': kinds})
+    kinds = tuple(families.LayerKind(**kind) for kind in model['kinds'])  # JSON has no dataclasses
+    config = families.ModelConfig(**{**model, 'kinds': kinds})
     return Decoder(config), Decoder(config).init(seed=0)
 
 

@@ -129,8 +129,7 @@ def _learner_programs(
 ) -> Iterator[PlannedProgram]:
     """The programs of updates and publications; engines on the same devices hold `others_bytes`."""
     for programs, name, args in part.declared_programs(exports=True):
-        read = args[1:] if name == 'accumulate' else args  # its first argument, described as the weights: gradients
-        given = {id(leaf) for leaf in jax.tree.leaves(read)}
+        given = {id(leaf) for leaf in jax.tree.leaves(args)}
         beside = others_bytes + sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
         rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
         named = f'{name} {" x ".join(map(str, rows))}'.strip()

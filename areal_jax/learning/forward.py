@@ -9,7 +9,7 @@ are in slice order (sharding/placement.py); only attention and the choice of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -126,17 +126,22 @@ def score_targets(
     temperature: jax.Array | float,
     *,
     mesh: Mesh | None = None,
+    stored: Sequence[PartitionSpec] = (),
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies `compute` to states [R, N, d] and targets int [R, N]; by default (log-probs, entropy), [R, N] each."""
+    """Applies `compute` to states [R, N, d] and targets int [R, N]; by default (log-probs, entropy), [R, N] each.
+
+    `stored` has the sharding of the head's shards, see logprobs.over_mesh.
+    """
     stream = Stream(mesh, *targets.shape)
     # logprobs and entropy are [R * N] until they are unflattened
     arguments = stream.flatten(states), decoder.head(params), stream.flatten(targets), temperature
     cap = decoder.config.logit_cap
     if stream.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
-            *arguments, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', cap=cap, compute=compute
-        )
+            *arguments, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', stored=stored, cap=cap,
+            compute=compute,
+        )  # fmt: skip
     else:
         logprobs, entropy = compute(*arguments, cap=cap)
     return stream.unflatten(logprobs), stream.unflatten(entropy)
@@ -279,6 +284,7 @@ def vocabulary_statistics(
     mesh: Mesh,
     teacher: Callable[[], tuple[jax.Array, jax.Array]],
     caps: Caps = (None, None),
+    stored: Sequence[PartitionSpec] = (),
 ) -> dict[str, jax.Array]:
     """The statistics that the objective reads, float32 [R, N] each; no other is computed.
 
@@ -287,6 +293,7 @@ def vocabulary_statistics(
       head: [V, d].
       teacher: returns the teacher's states and head, see `read_teacher`.
       caps: ModelConfig.logit_cap of the policy and of the teacher.
+      stored: the sharding of the policy's head, see logprobs.over_mesh.
     """
     found: dict[str, jax.Array] = {}
     if not STATISTICS & objective.reads:
@@ -295,12 +302,13 @@ def vocabulary_statistics(
     if CLAMPED_ENTROPY in objective.reads:
         kept = count_kept(len(head), objective.entropy_clamp)
         (found[CLAMPED_ENTROPY],) = _map(
-            functools.partial(_entropies, kept=kept, cap=caps[0]), (states, rates), (head,), mesh
+            functools.partial(_entropies, kept=kept, cap=caps[0]), (states, rates), (head,), mesh, stored
         )
     if DIVERGENCES & objective.reads:
         teacher_states, teacher_head = teacher()
         tokens, heads = (states, teacher_states, rates), (head, teacher_head)
-        found[REVERSE_KL], found[FORWARD_KL] = _map(functools.partial(_divergences, caps=caps), tokens, heads, mesh)
+        compute = functools.partial(_divergences, caps=caps)
+        found[REVERSE_KL], found[FORWARD_KL] = _map(compute, tokens, heads, mesh, stored)
     return found
 
 
@@ -312,7 +320,9 @@ def read_teacher(form: TeacherForm | None, weights: Tree, rows: Rows, mesh: Mesh
     return states, form.decoder.head(weights)
 
 
-def _map(compute: Callable[..., _Arrays], tokens: _Arrays, heads: _Arrays, mesh: Mesh) -> _Arrays:
+def _map(
+    compute: Callable[..., _Arrays], tokens: _Arrays, heads: _Arrays, mesh: Mesh, stored: Sequence[PartitionSpec]
+) -> _Arrays:
     """Applies `compute` to tokens [R, N, ...] on the devices of the mesh; its results [R * N] become [R, N]."""
     stream = Stream(mesh, *tokens[0].shape[:2])
     flat = tuple(stream.flatten(x) for x in tokens)
@@ -320,7 +330,8 @@ def _map(compute: Callable[..., _Arrays], tokens: _Arrays, heads: _Arrays, mesh:
         results = compute(flat, heads)
     else:
         local = functools.partial(compute, axis_name='tensor')
-        results = over_mesh(local, flat, heads, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor')
+        axes = {'token_axes': TOKEN_AXES, 'vocab_axis': 'tensor'}
+        results = over_mesh(local, flat, heads, mesh=stream.mesh, stored=stored, **axes)
     return tuple(stream.unflatten(x) for x in results)
 
 

@@ -143,7 +143,7 @@ class Passes:
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
-        return state.params if self._settings.learner.dtype == 'float32' else self.programs.run('cast', state.params)
+        return self.programs.run('cast', state.params) if self._settings.narrow else state.params
 
     def step(
         self,
@@ -242,7 +242,7 @@ class Passes:
         """(name, arguments) of every program that updates run; `state` may be described only."""
         settings = self._settings
         working, rate = state.params, describe(np.float32(0), replicated(self._mesh))
-        if settings.learner.dtype != 'float32':
+        if settings.narrow:
             working = describe_cast(state.params, settings.learner.dtype)
             yield 'cast', (state.params,)
         for batch in self._layout.empty_batches():
@@ -257,7 +257,7 @@ class Passes:
                 whole = self._layout.describe(rows)
                 yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, rate)
             if settings.learner.accumulate == 'dispatch':
-                yield 'accumulate', (state.params, working, state.frozen, one, training)  # gradients are like params
+                yield 'gradients', (working, state.frozen, one, training)
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
             scores = settings.scores or settings.diagnostics.splits_ratio or measured
@@ -270,8 +270,11 @@ class Passes:
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
-            yield 'zeros', (state.params,)
+            yield 'add', (state.params, working)  # sums are like params, gradients of a micro-batch like working
             yield 'apply', (state.params, state.optimizer, state.params, rate)
+            if settings.narrow:
+                yield 'add_first', (working, working)
+                yield 'apply_only', (state.params, state.optimizer, working, rate)
 
     def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that `logprobs` runs for such weights."""
@@ -303,25 +306,31 @@ class Passes:
     ) -> StepResult:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
-        working = self.working(state)
-        gradients = self.programs.run('zeros', state.params)
-        for microbatch in self._layout.split(rows):
+        working, gradients = self.working(state), None
+        for microbatch in map(self._layout.place, self._layout.split(rows)):  # the next is placed while one runs
             if len(metrics) > self._queued:  # queue no more, so that programs of other lanes get a turn
                 jax.block_until_ready(metrics[-1 - self._queued])
-            gradients, measured, predicted = self.programs.run(
-                'accumulate', gradients, working, state.frozen, self._layout.place(microbatch), scalars
-            )
+            added, measured, predicted = self.programs.run('gradients', working, state.frozen, microbatch, scalars)
+            gradients = self._add(gradients, added, len(metrics))
+            del added  # its buffers are free for the next
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
+        apply = 'apply_only' if self._settings.narrow and len(metrics) == 1 else 'apply'
         state.params, state.optimizer, step = self.programs.run(
-            'apply', state.params, state.optimizer, gradients, self._rate(factor)
+            apply, state.params, state.optimizer, gradients, self._rate(factor)
         )
         del gradients  # no gradients are kept between steps
         whole = self._layout.join_logprobs(logprobs)
         found = [dict(one) for one in jax.device_get(metrics)]
         routes = self._take_routes(found)
         return StepResult({**jax.device_get(step), **braked}, found, whole, routes=routes)
+
+    def _add(self, gradients: Tree, added: Tree, earlier: int) -> Tree:
+        """The sum of the gradients of `earlier` micro-batches and of one more; the only one's are not copied."""
+        if not earlier:
+            return added
+        return self.programs.run('add_first' if self._settings.narrow and earlier == 1 else 'add', gradients, added)
 
     def _brake(
         self, factor: float, rows: Mapping[str, np.ndarray], logprobs: Sequence[jax.Array]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from areal_jax.learning import weights as trees
 from areal_jax.learning.forward import (
@@ -96,10 +96,6 @@ class Programs:
         """params -> optimizer state."""
         return jax.jit(self.optimizer.init, out_shardings=self.state)
 
-    def zeros(self) -> jax.stages.Wrapped:
-        """params -> gradients that are all zero."""
-        return jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self.params)
-
     def cast(self) -> jax.stages.Wrapped:
         """params -> working."""
         return jax.jit(lambda params: trees.cast(params, self.settings.learner.dtype), out_shardings=self.params)
@@ -150,27 +146,33 @@ class Programs:
 
         return jax.jit(loads, out_shardings=replicated(self.mesh))
 
-    def accumulate(self) -> jax.stages.Wrapped:
-        """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
-        [R, N])."""
+    def gradients(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> (gradients of a micro-batch like `working`, metrics, log-probs [R, N]).
 
-        def accumulate(
-            gradients: Tree, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
-        ) -> tuple[Tree, _Metrics, jax.Array]:
-            added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
-            return self._add(gradients, added), metrics, logprobs
-
+        They are still multiplied by the loss scale, which keeps small gradients of a narrow dtype above 0.
+        """
         everywhere = replicated(self.mesh)
-        return jax.jit(accumulate, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
+        return jax.jit(self._gradients, out_shardings=(self.params, everywhere, everywhere))
+
+    def add_first(self) -> jax.stages.Wrapped:
+        """(gradients of a micro-batch, those of another) -> their sum in float32."""
+        return jax.jit(_add, out_shardings=self.params)
+
+    def add(self) -> jax.stages.Wrapped:
+        """(sum in float32, gradients of a micro-batch) -> their sum, in the buffers of the first."""
+        return jax.jit(_add, donate_argnums=0, out_shardings=self.params)
 
     def apply(self) -> jax.stages.Wrapped:
-        """(params, state, gradients, learning rate) -> (params, state, step metrics).
+        """(params, state, gradients in float32, learning rate) -> (params, state, step metrics)."""
 
-        `zeros` makes the next gradients: if this program cleared them in place, XLA would copy all of them first,
-        because the optimizer's branch reads them.
-        """
-        shardings = (self.params, self.state, replicated(self.mesh))
-        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
+        def apply(params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array) -> tuple[Tree, Tree, _Metrics]:
+            return self.optimizer.apply(params, state, self._unscale(gradients), learning_rate)
+
+        return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(self.params, self.state, replicated(self.mesh)))
+
+    def apply_only(self) -> jax.stages.Wrapped:
+        """`apply` for the gradients of the only micro-batch, which no sum has made float32."""
+        return self.apply()
 
     def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
@@ -183,12 +185,14 @@ class Programs:
 
             def body(gradients: Tree, microbatch: Rows) -> tuple[Tree, tuple[_Metrics, jax.Array]]:
                 added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
-                return self._add(gradients, added), (metrics, logprobs)
+                return _add(gradients, added), (metrics, logprobs)
 
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             learning_rate, braked = self._brake(learning_rate, rows, logprobs)
-            params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
+            params_after, state, step_metrics = self.optimizer.apply(
+                params, state, self._unscale(gradients), learning_rate
+            )
             return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)
@@ -204,10 +208,10 @@ class Programs:
         factor = brake.ess_factor(sequence_effective_sample_size(logprobs, *known)).astype(jnp.float32)
         return learning_rate * factor, {'brake': factor}
 
-    def _add(self, gradients: Tree, added: Tree) -> Tree:
-        """Adds in float32 and removes the loss scale, which kept small gradients of a narrow dtype above 0."""
+    def _unscale(self, gradients: Tree) -> Tree:
+        """The gradients in float32, without the loss scale."""
         unscale = 1.0 / self.settings.learner.loss_scale
-        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
+        return jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, gradients)
 
     def _forward(
         self,
@@ -242,8 +246,13 @@ class Programs:
         compute: TokenFunction = token_logprobs,
     ) -> tuple[jax.Array, jax.Array]:
         return score_targets(
-            self.decoder, weights, states, rows['targets'], scalars['temperature'], mesh=self.mesh, compute=compute
-        )
+            self.decoder, weights, states, rows['targets'], scalars['temperature'], mesh=self.mesh,
+            stored=self._stored_head, compute=compute,
+        )  # fmt: skip
+
+    @property
+    def _stored_head(self) -> tuple[PartitionSpec]:
+        return (self.decoder.head(trees.join(self.params, self.frozen)).spec,)
 
     def _values(self, weights: Tree, states: jax.Array, rows: Rows) -> jax.Array | None:
         """[R, N]: the critic's value of the state before each loss token; None without a critic."""
@@ -261,7 +270,9 @@ class Programs:
         teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
         objective, head = self.settings.objective, self.decoder.head(weights)
         caps = self.decoder.config.logit_cap, self.teacher.decoder.config.logit_cap if self.teacher else None
-        return vocabulary_statistics(objective, states, head, scalars['temperature'], self.mesh, teacher, caps)
+        return vocabulary_statistics(
+            objective, states, head, scalars['temperature'], self.mesh, teacher, caps, self._stored_head
+        )
 
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
         def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
@@ -310,6 +321,10 @@ class Programs:
             statistics=statistics,
             **{name: rows[name] for name in _LOSS_FIELDS},
         )
+
+
+def _add(gradients: Tree, added: Tree) -> Tree:
+    return jax.tree.map(lambda total, g: total.astype(jnp.float32) + g.astype(jnp.float32), gradients, added)
 
 
 # The compiled programs of one learner, by name.

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -127,6 +128,7 @@ def over_mesh(
     mesh: Mesh,
     token_axes: Sequence[str],
     vocab_axis: str,
+    stored: Sequence[PartitionSpec] = (),
 ) -> _Results:
     """Applies `compute` to whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
 
@@ -135,6 +137,9 @@ def over_mesh(
         equal on all devices of `vocab_axis`, are sharded like the tokens.
       tokens: [N, ...] each.
       heads: [V, ...] each.
+      stored: how the first heads are sharded where they are kept. Axes other than `vocab_axis` are gathered inside, so
+        that the gradient leaves as a reduce-scatter to its shards; a head without an entry is gathered by the
+        compiler, and its gradient is summed whole on every device.
 
     Raises ValueError if N or V is not a multiple of the number of devices over which it is sharded.
     """
@@ -147,9 +152,30 @@ def over_mesh(
             axis_sizes = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)
             raise ValueError(f'{size} {name} do not divide over {axis_sizes}: pad them or change the mesh')
     by_token = PartitionSpec(tuple(token_axes))
-    specs = (by_token, PartitionSpec(vocab_axis))
-    local = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=by_token, check_vma=False)
+    by_rows = PartitionSpec(vocab_axis)
+    specs = (*(_with_rows(spec, vocab_axis, mesh) for spec in stored), *[by_rows] * (len(heads) - len(stored)))
+
+    def gathered(tokens: tuple[jax.Array, ...], heads: tuple[jax.Array, ...]) -> _Results:
+        whole = (_gather(head, spec, vocab_axis) for head, spec in zip(heads, specs, strict=True))
+        return compute(tokens, tuple(whole))
+
+    local = jax.shard_map(gathered, mesh=mesh, in_specs=(by_token, specs), out_specs=by_token, check_vma=False)
     return local(tuple(tokens), tuple(heads))
+
+
+def _with_rows(stored: PartitionSpec, vocab_axis: str, mesh: Mesh) -> PartitionSpec:
+    """The sharding in which a head enters: as stored, or with its rows over `vocab_axis` where these are whole."""
+    rows, *others = (*stored, None)[: max(len(stored), 1)]
+    if rows is None or mesh.shape[vocab_axis] > 1:
+        rows = vocab_axis
+    return PartitionSpec(rows, *others)
+
+
+def _gather(head: jax.Array, stored: PartitionSpec, vocab_axis: str) -> jax.Array:
+    for dimension, axis in enumerate(stored):
+        if axis not in (None, vocab_axis):
+            head = jax.lax.all_gather(head, axis, axis=dimension, tiled=True)
+    return head
 
 
 # vocabulary entries per block: about the square root of a large vocabulary; native/vocabulary.h has the same
@@ -199,6 +225,34 @@ def sum_blocks(z: jax.Array) -> BlockSums:
     behind = [(0, -len(z) % entries)] + [(0, 0)] * (z.ndim - 1)
     blocked = jnp.pad(z, behind, constant_values=-jnp.inf).reshape(-1, entries, *z.shape[1:])
     return BlockSums(jnp.max(blocked, axis=1), jax.nn.logsumexp(blocked, axis=1))
+
+
+def sum_blocks_over(mesh: Mesh, axis: str, vocabulary: int) -> Callable[[jax.Array], BlockSums]:
+    """Returns `sum_blocks` for z [N, V] whose vocabulary is sharded over an axis of the mesh.
+
+    Blocks of the whole vocabulary cross the slices of the devices. Each device sums the blocks that begin in its slice,
+    for which it gets the first entries of the slice that follows; without that, the compiler gathers all logits.
+    """
+    devices = mesh.shape[axis]
+    size, rest = divmod(vocabulary, devices)
+    if rest or size % VOCABULARY_BLOCK == 0 or size < VOCABULARY_BLOCK:  # not sharded, nothing crosses, or it is small
+        return sum_blocks
+    most = -(-size // VOCABULARY_BLOCK)  # blocks that begin in a slice
+    counts = [len(range(-size * device % VOCABULARY_BLOCK, size, VOCABULARY_BLOCK)) for device in range(devices)]
+    begun = np.concatenate([device * most + np.arange(count) for device, count in enumerate(counts)])
+
+    def own(z: jax.Array) -> BlockSums:
+        device = jax.lax.axis_index(axis)
+        ahead = jax.lax.ppermute(z[:, :VOCABULARY_BLOCK], axis, [(i, i - 1) for i in range(1, devices)])
+        ahead = jnp.where(device == devices - 1, -jnp.inf, ahead)
+        behind = jnp.full_like(ahead, -jnp.inf)  # of blocks that begin in the next slice, which are left out
+        joined = jnp.concatenate([z, ahead, behind], axis=1)
+        first = -size * device % VOCABULARY_BLOCK
+        sums = sum_blocks(jax.lax.dynamic_slice_in_dim(joined, first, most * VOCABULARY_BLOCK, axis=1))
+        return BlockSums(*(jax.lax.all_gather(part, axis, tiled=True)[begun] for part in sums))
+
+    by_entry, everywhere = PartitionSpec(None, axis), PartitionSpec()
+    return jax.shard_map(own, mesh=mesh, in_specs=by_entry, out_specs=everywhere, check_vma=False)
 
 
 def token_logprobs(
@@ -317,6 +371,7 @@ def sharded_token_logprobs(
     mesh: Mesh,
     token_axes: Sequence[str],
     vocab_axis: str,
+    stored: Sequence[PartitionSpec] = (),
     cap: float | None = None,
     chunk: int | None = None,
     compute: TokenFunction = token_logprobs,
@@ -324,7 +379,8 @@ def sharded_token_logprobs(
     """Applies `compute` to whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
 
     `compute` is `token_logprobs` or `token_collisions`. The results are sharded like the tokens. A device holds only
-    V/t rows of `head` and of its gradient. `chunk` is per device. Differentiate this function from outside; gradients
+    V/t rows of `head` and of its gradient; `stored` has the sharding in which the head is kept, see `over_mesh`.
+    `chunk` is per device. Differentiate this function from outside; gradients
     are whole. The axes of `mesh` are of type Auto.
 
     Raises ValueError if N or V is not a multiple of the number of devices over which it is sharded.
@@ -335,7 +391,7 @@ def sharded_token_logprobs(
 
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
     tokens = (hidden, targets, temperature)
-    return over_mesh(local, tokens, (head,), mesh=mesh, token_axes=token_axes, vocab_axis=vocab_axis)
+    return over_mesh(local, tokens, (head,), mesh=mesh, token_axes=token_axes, vocab_axis=vocab_axis, stored=stored)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

@@ -155,18 +155,19 @@ class Training:
         self._placed = self._layout.place(one)
         rate = place(np.float32(0.0), replicated(self._mesh))
 
-        gradients = learner.programs.run('zeros', state.params)
+        gradients: Any = None
 
-        def accumulate() -> Any:
+        def differentiate() -> Any:
             nonlocal gradients
             gradients, *rest = learner.programs.run(
-                'accumulate', gradients, self._working, state.frozen, self._placed, self._scalars
+                'gradients', self._working, state.frozen, self._placed, self._scalars
             )
             return gradients, rest
 
         def apply() -> Any:
+            name = 'apply_only' if self.settings.narrow else 'apply'
             state.params, state.optimizer, metrics = learner.programs.run(
-                'apply', state.params, state.optimizer, gradients, rate
+                name, state.params, state.optimizer, gradients, rate
             )
             return state.params, metrics
 
@@ -177,7 +178,7 @@ class Training:
             'cast': measure_time(lambda: learner.programs.run('cast', state.params), _REPEATS),
         }
         self._working = learner.programs.run('cast', state.params)
-        pieces['forward_backward'] = measure_time(accumulate, _REPEATS)
+        pieces['forward_backward'] = measure_time(differentiate, _REPEATS)
         pieces['optimizer'] = measure_time(apply, _REPEATS)
         return pieces
 

@@ -68,7 +68,7 @@ def test_described_weights_are_those_that_the_backend_prepares():
 
 def test_state_that_is_no_argument_counts_beside_a_program():
     found = {one.name.split()[0]: one for one in plan(LEARNER, learner__dtype='bfloat16', **CUT)}
-    state = found['accumulate'].beside_bytes  # weights, optimizer: the working copy and gradients are arguments
+    state = found['gradients'].beside_bytes  # weights and optimizer: the working copy is an argument
     assert state > found['export'].beside_bytes > 0  # the optimizer's
     assert found['apply'].beside_bytes == 0
 

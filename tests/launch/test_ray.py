@@ -258,8 +258,8 @@ def test_an_engine_that_is_lost_for_good_does_not_end_the_run():
 def test_an_engine_that_finds_no_room_again_is_not_waited_for_at_the_end():
     stage = Stage(controller=['runs'] * 5 + [0], learner=['runs'], **{'engine-0': ['lost', 'waiting']})
     began_s = time.monotonic()
-    assert stage.run() == 0
-    assert time.monotonic() - began_s < 1.0  # of 2 s that roles have to save their state
+    assert stage.run(grace_s=60.0) == 0
+    assert time.monotonic() - began_s < 30.0  # of 60 s that roles have to save their state
     assert 'stop engine-0' not in stage.calls
 
 
@@ -415,7 +415,7 @@ class FakeRay:
     def reserve_slice(self, topology):
         if not self.are_slices_free:
             self.calls.append(f'look for {topology}')
-            assert self.frees_slices.wait(10.0), 'somebody waits for a slice'
+            assert self.frees_slices.wait(100.0), 'somebody waits for a slice'
         remove = lambda: self.calls.append(f'remove {topology}')
         return types.SimpleNamespace(placement_group=self.reserve(topology), shutdown=remove)
 
@@ -481,7 +481,7 @@ def test_a_slice_that_comes_after_its_group_was_removed_is_given_back(fake_ray):
     placed = place(group_of('learner', '2x2x2'))
     began_s = time.monotonic()
     placed.remove()
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 30.0  # of 100 s that an attempt takes
     fake_ray.frees_slices.set()
     wait_until(lambda: 'remove 2x2x2' in fake_ray.calls, 'the end of the reservation')
 
@@ -539,7 +539,7 @@ def supervise_slices(fake):
     groups = [group_of('learner', '2x2x4'), group_of('engine', '2x2x1'), group_of('controller')]
     shortage = lambda group: f'{group.name} has no room'
     code = supervise(groups, place_and_take, shortage, restarts=9, wait_s=0.1, grace_s=2.0)
-    assert time.monotonic() - began_s < 5.0  # of 10 s that an attempt takes
+    assert time.monotonic() - began_s < 30.0  # of 100 s that an attempt takes
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from areal_jax.models.logprobs import (
+    VOCABULARY_BLOCK,
     cap_logits,
     logprob_of,
     rank_tokens,
     sharded_token_logprobs,
     sum_blocks,
+    sum_blocks_over,
     token_collisions,
     token_logprobs,
 )
@@ -235,6 +238,29 @@ def test_over_a_mesh_equals_one_device(shape, chunk):
     assert_near(values_and_gradients(over(mesh, chunk=chunk), hidden, head, targets), expected, 2e-6)
 
 
+STORED = {
+    'columns over fsdp': ((1, 2, 2, 2), PartitionSpec('tensor', 'fsdp')),
+    'columns, data too': ((2, 2, 1, 2), PartitionSpec(None, 'fsdp')),
+    'rows over fsdp': ((1, 4, 1, 2), PartitionSpec('fsdp')),
+}
+
+
+@pytest.mark.parametrize(('shape', 'stored'), STORED.values(), ids=STORED)
+def test_the_gradient_of_a_stored_head_leaves_as_a_reduce_scatter(shape, stored):
+    mesh, (hidden, head, targets) = make_mesh(shape), sharded_example()
+    expected = values_and_gradients(token_logprobs, hidden, head, targets)
+    assert_near(values_and_gradients(over(mesh, stored=(stored,)), hidden, head, targets), expected, 2e-6)
+    shards = NamedSharding(mesh, stored)
+    loss = lambda head: over(mesh, stored=(stored,))(hidden, head, targets, 0.7)[0].sum()
+    program = jax.jit(jax.grad(loss), in_shardings=shards, out_shardings=shards).lower(head).compile().as_text()
+    found = {
+        kind: re.findall(rf'= f32\[(\d+),(\d+)\]\S* {kind}\(', program) for kind in ('reduce-scatter', 'all-reduce')
+    }
+    held = tuple(map(str, shards.shard_shape(head.shape)))
+    assert found['reduce-scatter'] == [held]
+    assert set(found['all-reduce']) <= {held}  # over the other axes of tokens, after it
+
+
 def test_axes_that_cut_nothing_hold_replicas():
     mesh, example = make_mesh((2, 2, 2, 1)), sharded_example()
     expected = values_and_gradients(token_logprobs, *example)
@@ -341,6 +367,22 @@ def test_the_probability_of_equal_draws_over_a_mesh(shape):
     )(*arguments)
     for a, b in zip(found, collisions_by_numpy(*arguments, 1.3), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(('devices', 'vocabulary'), [(2, 600), (4, 4 * 300), (8, 8 * 1000), (4, 4 * 512), (4, 64)])
+def test_blocks_that_cross_devices_have_the_sums_of_one_device(devices, vocabulary):
+    mesh = make_mesh((8 // devices, 1, devices, 1))
+    z = np.random.default_rng(3).normal(size=(5, vocabulary)).astype(np.float32)
+    z[2, 7] = -np.inf
+    placed = jax.device_put(z, NamedSharding(mesh, PartitionSpec(None, 'tensor')))
+    program = jax.jit(sum_blocks_over(mesh, 'tensor', vocabulary)).lower(placed).compile()
+    found, expected = program(placed), jax.jit(sum_blocks)(z)
+    np.testing.assert_array_equal(found.largest, expected.largest)
+    np.testing.assert_allclose(found.logsumexp, expected.logsumexp, rtol=3e-7)
+    if vocabulary // devices % VOCABULARY_BLOCK and vocabulary > VOCABULARY_BLOCK:
+        gathered = re.findall(r'= f32\[([\d,]+)\]\S* all-gather\(', program.as_text())
+        assert gathered
+        assert all(math.prod(map(int, sizes.split(','))) < z.size / 8 for sizes in gathered)
 
 
 # Capped logits.

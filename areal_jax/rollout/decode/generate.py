@@ -20,7 +20,7 @@ from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix, require_experts
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.logprobs import BlockSums
+from areal_jax.models.logprobs import BlockSums, sum_blocks, sum_blocks_over
 from areal_jax.models.native_layers import Read
 from areal_jax.models.weights import logical_axes
 from areal_jax.native import compiled_library as library
@@ -81,6 +81,7 @@ class Generate:
     Args:
       over_heads: turns attention over the heads of one device into attention over all heads.
       mix: the product of experts.
+      sum_blocks: of logits, see sampling.sample_tokens.
       steps: maximum steps of one call, S.
       filtered: whether rows may use top_k, top_p or min_p.
       adjusted: whether logits of rows may be adjusted, see sampling.py.
@@ -90,6 +91,7 @@ class Generate:
     attention: CacheAttention
     over_heads: Callable[[Attend], Attend]
     mix: Mixer
+    sum_blocks: Callable[[jax.Array], BlockSums]
     sizes: CacheSizes
     steps: int
     filtered: bool
@@ -202,7 +204,7 @@ class Generate:
         """Samples one token per row; as cheap as in programs without adjustments if no live row asks for any."""
 
         def sample(z: jax.Array, changed: jax.Array | None) -> _Sampled:
-            return sampling.sample_tokens(z, keys, rows.position + 1, batch.temperature, changed, sums)
+            return sampling.sample_tokens(z, keys, rows.position + 1, batch.temperature, changed, sums, self.sum_blocks)
 
         if not (self.filtered or self.adjusted):
             return sample(logits, None)
@@ -346,6 +348,11 @@ class Placement:
     def mix(self) -> Mixer:
         """The product of experts; the tokens are replicated."""
         return make_mix(next(iter(self.rows.device_set)), self.mesh)
+
+    @property
+    def sum_blocks(self) -> Callable[[jax.Array], BlockSums]:
+        """The sums of blocks of the vocabulary, which is sharded over the devices."""
+        return sum_blocks if self.mesh is None else sum_blocks_over(self.mesh, _AXIS, self.config.vocab_size)
 
     def over_heads(self, attend: Attend) -> Attend:
         """Extends `attend` to all heads: each device computes its heads; call inside jax.jit."""

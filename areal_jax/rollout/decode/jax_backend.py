@@ -247,7 +247,13 @@ class JaxDecodeBackend:
             shares = [tuple(batches)] * len(kinds)
         self._check(shares)
         generate = functools.partial(
-            Generate, self._decoder, self._attention, self.placement.over_heads, self.placement.mix, self._sizes
+            Generate,
+            self._decoder,
+            self._attention,
+            self.placement.over_heads,
+            self.placement.mix,
+            self.placement.sum_blocks,
+            self._sizes,
         )
         forms = [generate(self._steps, *kind) for kind in kinds]
         return tuple(Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -250,13 +251,15 @@ def sample_tokens(
     temperature: jax.Array,
     changed_logits: jax.Array | None = None,
     sums: BlockSums | None = None,
+    sum_blocks: Callable[[jax.Array], BlockSums] = sum_blocks,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns (tokens int32 [N], their log-probs of the full softmax, and of the softmax drawn from, float32 [N]).
 
     Tokens are drawn from softmax(logits / temperature), or, if given, from the softmax of `changed_logits`: after
     `cut_support` a truncated and renormalised part of the full one, after `adjust_logits` any distribution. The learner
     can compute the log-probs of the full softmax only. Without `changed_logits` the last result is None. Temperature 0
-    takes the argmax and records the log-probs of temperature 1. `sums`: of logits / temperature, if already computed.
+    takes the argmax and records the log-probs of temperature 1. `sums`: of logits / temperature, if already computed;
+    `sum_blocks` computes them.
     """
     sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
     if changed_logits is None:

@@ -228,7 +228,7 @@ def test_a_module_that_cannot_be_imported_is_named(loop):
     ):
         loop.run(host.run(job('')))
     loop.run(host.close())
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 14  # of 15 s that a fork server gets which does not answer
 
 
 @pytest.mark.parametrize('where', ['the fork server', 'the process that watches it'])

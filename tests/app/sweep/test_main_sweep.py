@@ -126,7 +126,7 @@ def test_an_arm_that_a_signal_ends_goes_on(tmp_path, monkeypatch):
 
 def test_no_more_arms_run_than_jobs_and_as_many(tmp_path):
     sweep = ToySweep(tmp_path, FEW)
-    process = sweep.start('--jobs=2', pause_s=0.05)
+    process = sweep.start('--jobs=2', MEET='2')
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     times = lambda name, word, place: next(
@@ -160,26 +160,25 @@ def test_a_stop_signal_ends_all_arms_with_their_state_saved(tmp_path, number):
 
 def test_a_second_signal_ends_everything_at_once(tmp_path):
     sweep = ToySweep(tmp_path, GRID, steps=1000)
-    process = sweep.start('--jobs=2', pause_s=5.0)  # no arm can save in time
+    process = sweep.start('--jobs=2', pause_s=60.0)  # no arm can save in time
     wait_for(lambda: len(pids(sweep, GRID)) == 2, process)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    assert any('the arms finish the update under way' in line for line in process.stdout)  # it has seen the first
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=4)
+    process.communicate(timeout=50)
     assert process.returncode == 75
-    assert all_end(pids(sweep, GRID), within_s=10)
+    assert all_end(pids(sweep, GRID), within_s=60)
 
 
 def test_kill_9_of_the_sweep_leaves_no_orphan_and_the_same_command_goes_on(tmp_path):
     sweep = ToySweep(tmp_path, FEW, steps=40)
-    process = sweep.start('--jobs=2', pause_s=0.02)
     first, _, third = FEW
-    wait_for(lambda: (sweep.workdir / first / 'report.json').exists() and len(sweep.updates(third)) > 3, process)
+    process = sweep.start('--jobs=2', HOLD=third)
+    wait_for(lambda: (sweep.workdir / first / 'report.json').exists() and len(sweep.updates(third)) == 4, process)
     process.kill()
     process.communicate()
-    assert all_end(pids(sweep, FEW), within_s=10)
-    cut = len(sweep.updates(third))
-    assert cut < 40
+    assert all_end(pids(sweep, FEW), within_s=60)
+    assert sweep.updates(third) == [1, 2, 3, 4]
     process = sweep.start('--jobs=2')
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors

@@ -4,7 +4,8 @@ Its tokens are eta / 2 versions old in the mean, and it trains 5 + eta tokens a 
 
 It leaves the files that a run leaves, refuses what a run refuses, and saves when it is told to stop. An update takes
 PAUSE_S seconds, an environment variable. A learning rate of 0.5 is an error, one of 0.25 makes no optimizer step, one
-of 0.125 has the arm kill itself once, after two updates.
+of 0.125 has the arm kill itself once, after two updates. Two more variables order what the arms of a sweep do without a
+clock: an arm waits at its start until MEET arms have started, and the arm named by HOLD stays in its fifth update.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from areal_jax.app.command_line import parse_train_command
 from areal_jax.config import TrackedConfig
 
 STEPS = 4
+HELD_AFTER, HELD_S = 4, 100.0  # updates; seconds, in which a test ends the arm
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
     workdir = pathlib.Path(values.workdir)
     note(workdir, f'start {os.getpid()} {time.time()} resume={values.resume}')
     note(workdir, f'compiled {os.environ["JAX_COMPILATION_CACHE_DIR"]}')
+    meet(workdir.parent, int(os.environ.get('MEET', '0')))
     metrics = workdir / 'metrics.jsonl'
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     if done and not values.resume:
@@ -44,7 +47,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda number, frame: stops.append(number))
     signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
     for step in range(done + 1, config.run.steps + 1):
-        time.sleep(float(os.environ.get('PAUSE_S', '0')))
+        is_held = workdir.name == os.environ.get('HOLD') and step > HELD_AFTER
+        time.sleep(HELD_S if is_held else float(os.environ.get('PAUSE_S', '0')))
         with metrics.open('a') as file:
             reward = rate + seed / 100 + eta * step / 1000
             line = {'step': step, 'time': step * 2.0, 'reward/mean': reward, 'tokens/trained': 10}
@@ -71,6 +75,14 @@ def main() -> int:
     (workdir / 'report.json').write_text(json.dumps(report))
     note(workdir, f'end {time.time()}')
     return 3 if rate == 0.25 else 0
+
+
+def meet(sweep: pathlib.Path, arms: int) -> None:
+    end_s = time.monotonic() + 60
+    while len(list(sweep.glob('*/toy.txt'))) < arms:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f'fewer than {arms} arms have started')
+        time.sleep(0.01)
 
 
 def note(workdir: pathlib.Path, line: str) -> None:

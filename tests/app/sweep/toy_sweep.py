@@ -84,12 +84,12 @@ class ToySweep:
         monkeypatch.chdir(ROOT)
         return end_command(lambda: main_sweep.main(self.argv(*words), NoSignals()), doing='writing')
 
-    def start(self, *words: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
-        """As a process of its own."""
+    def start(self, *words: str, pause_s: float = 0.0, **variables: str) -> subprocess.Popen[str]:
+        """As a process of its own, with variables of its environment."""
         return subprocess.Popen(
             [sys.executable, '-c', PROGRAM, *self.argv(*words)[1:]],
             cwd=ROOT,
-            env={**os.environ, 'PAUSE_S': str(pause_s)},
+            env={**os.environ, 'PAUSE_S': str(pause_s), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

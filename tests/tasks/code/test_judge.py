@@ -54,7 +54,7 @@ def ask(judge, code, problem=None, **options):
 def test_a_right_answer_passes_and_is_measured(judge):
     found = ask(judge, SORTED['solution'])
     assert (found.label, found.share, found.reason) == ('ok', 1.0, '')
-    assert 0 < found.cpu_s < 0.5
+    assert 0 < found.cpu_s < 5
     assert found.wall_s > 0
 
 

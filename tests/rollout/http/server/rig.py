@@ -221,7 +221,7 @@ def body(new=6, seed=0, **more):
     }  # fmt: skip
 
 
-async def until(condition, seconds=5.0):
+async def until(condition, seconds=60.0):
     """Waits for `await condition()` to be true."""
     end = time.monotonic() + seconds
     while not await condition():

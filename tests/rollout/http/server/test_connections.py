@@ -124,7 +124,7 @@ def test_a_client_that_never_reads_its_answer_is_let_go(monkeypatch):
         reader.sendall((head + content) * 8)  # more than the buffers of the system take
 
         async def script(client):
-            await until(lambda: _connections(client, 1), 25)
+            await until(lambda: _connections(client, 1), 120)
             return (await client.get('/health'))[0]
 
         assert server.run(script) == 200
