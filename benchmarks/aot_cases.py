@@ -41,7 +41,7 @@ class Case:
     name: str
     what: str
     flags: tuple[str, ...]  # of areal-aot
-    bounds: Mapping[str, Mapping[str, float]]  # by program, 'learner: accumulate 16 x 16384', and by measure
+    bounds: Mapping[str, Mapping[str, float]]  # by program, 'learner: gradients 16 x 16384', and by measure
 
     @property
     def compiler(self) -> str:

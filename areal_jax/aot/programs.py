@@ -128,9 +128,14 @@ def _learner_programs(
     expect: Callable[[str, tuple[Tree, ...]], Expected],
 ) -> Iterator[PlannedProgram]:
     """The programs of updates and publications; engines on the same devices hold `others_bytes`."""
+    sums = sum(
+        map(bytes_on_device, jax.tree.leaves(part.described.params))
+    )  # of the gradients of earlier micro-batches
     for programs, name, args in part.declared_programs(exports=True):
-        given = {id(leaf) for leaf in jax.tree.leaves(args)}
+        read = () if name.startswith('add') else args  # gradients, described as the weights
+        given = {id(leaf) for leaf in jax.tree.leaves(read)}
         beside = others_bytes + sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
+        beside += sums if name == 'gradients' else 0
         rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
         named = f'{name} {" x ".join(map(str, rows))}'.strip()
         lower = functools.partial(_lower, programs, name, args)

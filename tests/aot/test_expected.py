@@ -22,7 +22,8 @@ CUT = {
 FORMS = [
     (LEARNER, 'export', {'lora__rank': 4, 'cluster__engines': '1 x shared'}),
     (LEARNER, 'cast', {}),
-    (LEARNER, 'zeros', {}),
+    (LEARNER, 'add', {}),
+    (LEARNER, 'add_first', {}),
     (LEARNER, 'apply', {'optimizer__name': 'lion'}),
     (ENGINE, 'of 2: prefill 16', {}),
     (ENGINE, 'generate 1', {'lora__rank': 4, 'cluster__engines': '1 x tensor=1'}),
@@ -47,7 +48,7 @@ def test_an_update_needs_three_passes_over_every_weight_that_multiplies():
     config = TrackedConfig(small_config(learner__row_loss_tokens=64, cluster__learner='fsdp=2'))
     shape, mesh = read_shape(config), make_mesh(fsdp=2)
     rows = {'tokens': jax.ShapeDtypeStruct((2, 64), 'int32')}
-    found = expect_learner(config, shape, mesh)('accumulate', (None, None, None, rows))
+    found = expect_learner(config, shape, mesh)('gradients', (None, None, rows))
     norms = (2 * shape.n_layers + 1) * shape.d_model
     matrices = Decoder(shape).parameter_count() - norms  # the embedding is the head
     assert found.flops == 6 * matrices * 64  # on each of two devices
