@@ -132,7 +132,7 @@ def timed(learner: SpmdLearner, groups: Sequence[TrajectoryGroup], tokens: int) 
 
 def check_program(learner: SpmdLearner, size: Size) -> int:
     """The largest array over the vocabulary in the program of a micro-batch; raises UserError for one of all tokens."""
-    [program] = [p for (name, _), p in learner.programs.compiled.items() if name == 'gradients']
+    [program] = [p for (name, _), p in learner.programs.compiled.items() if name == 'accumulate']
     largest = largest_array(program.as_text(), size.model.vocab_size)
     if largest >= size.work.answer_tokens * size.model.vocab_size:
         raise UserError(f'the program of a micro-batch has an array of {largest:,} elements, all tokens x vocabulary')

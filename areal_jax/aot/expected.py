@@ -18,20 +18,23 @@ from areal_jax.types import Tree
 
 # The trees of `state_sizes` that the learner's programs take, in their order, and those that they make; rows and
 # numbers follow the trees. Gradients of one micro-batch are like the working copy.
+_UNREAD = 'unread'  # XLA leaves out what a program does not read
 _PASS = ('working copy', 'frozen')
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     'export': ('trained', 'frozen'), 'cast': ('trained',), 'gradients': _PASS, 'loads': _PASS, 'logprobs': _PASS,
+    'accumulate': ('gradients', *_PASS), 'zeros': (_UNREAD,),
     'collisions': _PASS, 'values': _PASS, 'scan': ('trained', 'optimizer', 'frozen'),
     'add': ('gradients', 'working copy'), 'add_first': ('working copy', 'working copy'),
     'apply': ('trained', 'optimizer', 'gradients'), 'apply_only': ('trained', 'optimizer', 'working copy'),
 }  # fmt: skip
 _MADE: Mapping[str, tuple[str, ...]] = {
     'export': ('publication',), 'cast': ('working copy',), 'gradients': ('working copy',), 'add': ('gradients',),
+    'accumulate': ('gradients',), 'zeros': ('gradients',),
     'add_first': ('gradients',), 'scan': ('trained', 'optimizer'), 'apply': ('trained', 'optimizer'),
     'apply_only': ('trained', 'optimizer'),
 }  # fmt: skip
 # backward is two passes
-_PASSES = {'gradients': 3, 'scan': 3, 'logprobs': 1, 'loads': 1, 'collisions': 1, 'values': 1}
+_PASSES = {'gradients': 3, 'accumulate': 3, 'scan': 3, 'logprobs': 1, 'loads': 1, 'collisions': 1, 'values': 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ def expect_learner(
     config: TrackedConfig, shape: ModelConfig, mesh: Mesh
 ) -> Callable[[str, tuple[Tree, ...]], Expected]:
     """Returns a function that tells of a program of the learner, by name and described arguments."""
-    sizes = state_sizes(config, shape, mesh)
+    sizes = {**state_sizes(config, shape, mesh), _UNREAD: 0}
     counted = shape_of('', shape)
     share = config.learner.row_loss_tokens / config.learner.row_tokens  # of the tokens that the head sees
 

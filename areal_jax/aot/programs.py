@@ -128,11 +128,10 @@ def _learner_programs(
     expect: Callable[[str, tuple[Tree, ...]], Expected],
 ) -> Iterator[PlannedProgram]:
     """The programs of updates and publications; engines on the same devices hold `others_bytes`."""
-    sums = sum(
-        map(bytes_on_device, jax.tree.leaves(part.described.params))
-    )  # of the gradients of earlier micro-batches
+    # sums of the gradients of earlier micro-batches are like the weights
+    sums = sum(map(bytes_on_device, jax.tree.leaves(part.described.params)))
     for programs, name, args in part.declared_programs(exports=True):
-        read = () if name.startswith('add') else args  # gradients, described as the weights
+        read = args[1:] if name in ('accumulate', 'add') else args  # the first is a sum, described as the weights
         given = {id(leaf) for leaf in jax.tree.leaves(read)}
         beside = others_bytes + sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
         beside += sums if name == 'gradients' else 0

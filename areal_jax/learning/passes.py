@@ -137,13 +137,15 @@ class Passes:
         self.programs, self._layout, self._settings = programs, layout, settings
         self._mesh, self._learning_rate = mesh, learning_rate
         self._beside = {} if teacher is None else {'teacher': teacher}
-        # the number of programs queued behind the running one, so that an accelerator does not wait for the host; 0 on
-        # a CPU, where XLA allocates the temporary memory of each program when it is queued
-        self._queued = int(mesh.devices.flat[0].platform != 'cpu')
+        # On an accelerator one program is queued behind the running one, so that it does not wait for the host; on a
+        # CPU XLA allocates the temporary memory of each program when it is queued. An accelerator adds gradients in a
+        # program of their own, and not for a single micro-batch. On a CPU the program of a micro-batch adds its own:
+        # XLA rounds the sum together with a gradient's last product there, and the bits of runs stay what they were.
+        self._on_accelerator = mesh.devices.flat[0].platform != 'cpu'
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
-        return self.programs.run('cast', state.params) if self._settings.narrow else state.params
+        return state.params if self._settings.learner.dtype == 'float32' else self.programs.run('cast', state.params)
 
     def step(
         self,
@@ -242,7 +244,7 @@ class Passes:
         """(name, arguments) of every program that updates run; `state` may be described only."""
         settings = self._settings
         working, rate = state.params, describe(np.float32(0), replicated(self._mesh))
-        if settings.narrow:
+        if settings.learner.dtype != 'float32':
             working = describe_cast(state.params, settings.learner.dtype)
             yield 'cast', (state.params,)
         for batch in self._layout.empty_batches():
@@ -257,7 +259,8 @@ class Passes:
                 whole = self._layout.describe(rows)
                 yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, rate)
             if settings.learner.accumulate == 'dispatch':
-                yield 'gradients', (working, state.frozen, one, training)
+                given = working, state.frozen, one, training
+                yield ('gradients', given) if self._on_accelerator else ('accumulate', (state.params, *given))
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
             scores = settings.scores or settings.diagnostics.splits_ratio or measured
@@ -270,11 +273,13 @@ class Passes:
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
-            yield 'add', (state.params, working)  # sums are like params, gradients of a micro-batch like working
-            yield 'apply', (state.params, state.optimizer, state.params, rate)
-            if settings.narrow:
-                yield 'add_first', (working, working)
-                yield 'apply_only', (state.params, state.optimizer, working, rate)
+            yield 'apply', (state.params, state.optimizer, state.params, rate)  # sums of gradients are like params
+            if not self._on_accelerator:
+                yield 'zeros', (state.params,)
+                return
+            yield 'add_first', (working, working)
+            yield 'add', (state.params, working)
+            yield 'apply_only', (state.params, state.optimizer, working, rate)
 
     def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that `logprobs` runs for such weights."""
@@ -306,17 +311,17 @@ class Passes:
     ) -> StepResult:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
-        working, gradients = self.working(state), None
+        working, queued = self.working(state), int(self._on_accelerator)
+        gradients = None if self._on_accelerator else self.programs.run('zeros', state.params)
         for microbatch in map(self._layout.place, self._layout.split(rows)):  # the next is placed while one runs
-            if len(metrics) > self._queued:  # queue no more, so that programs of other lanes get a turn
-                jax.block_until_ready(metrics[-1 - self._queued])
-            added, measured, predicted = self.programs.run('gradients', working, state.frozen, microbatch, scalars)
-            gradients = self._add(gradients, added, len(metrics))
-            del added  # its buffers are free for the next
+            if len(metrics) > queued:  # queue no more, so that programs of other lanes get a turn
+                jax.block_until_ready(metrics[-1 - queued])
+            given = working, state.frozen, microbatch, scalars
+            gradients, measured, predicted = self._accumulate(gradients, len(metrics), given)
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
-        apply = 'apply_only' if self._settings.narrow and len(metrics) == 1 else 'apply'
+        apply = 'apply_only' if self._on_accelerator and len(metrics) == 1 else 'apply'
         state.params, state.optimizer, step = self.programs.run(
             apply, state.params, state.optimizer, gradients, self._rate(factor)
         )
@@ -326,11 +331,16 @@ class Passes:
         routes = self._take_routes(found)
         return StepResult({**jax.device_get(step), **braked}, found, whole, routes=routes)
 
-    def _add(self, gradients: Tree, added: Tree, earlier: int) -> Tree:
-        """The sum of the gradients of `earlier` micro-batches and of one more; the only one's are not copied."""
-        if not earlier:
-            return added
-        return self.programs.run('add_first' if self._settings.narrow and earlier == 1 else 'add', gradients, added)
+    def _accumulate(
+        self, gradients: Tree, earlier: int, given: tuple[Tree, ...]
+    ) -> tuple[Tree, Mapping[str, jax.Array], jax.Array]:
+        """(the sum of the gradients of `earlier` micro-batches and of one more, its metrics, its log-probs)."""
+        if not self._on_accelerator:
+            return self.programs.run('accumulate', gradients, *given)  # type: ignore[no-any-return]
+        added, metrics, logprobs = self.programs.run('gradients', *given)
+        if earlier:
+            added = self.programs.run('add' if earlier > 1 else 'add_first', gradients, added)
+        return added, metrics, logprobs
 
     def _brake(
         self, factor: float, rows: Mapping[str, np.ndarray], logprobs: Sequence[jax.Array]

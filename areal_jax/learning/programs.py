@@ -146,33 +146,51 @@ class Programs:
 
         return jax.jit(loads, out_shardings=replicated(self.mesh))
 
+    def zeros(self) -> jax.stages.Wrapped:
+        """params -> gradients that are all zero."""
+        return jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self.params)
+
+    def accumulate(self) -> jax.stages.Wrapped:
+        """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
+        [R, N])."""
+
+        def accumulate(
+            gradients: Tree, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
+        ) -> tuple[Tree, _Metrics, jax.Array]:
+            added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
+            return self._add(gradients, added), metrics, logprobs
+
+        everywhere = replicated(self.mesh)
+        return jax.jit(accumulate, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
+
     def gradients(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> (gradients of a micro-batch like `working`, metrics, log-probs [R, N]).
 
-        They are still multiplied by the loss scale, which keeps small gradients of a narrow dtype above 0.
+        They are still multiplied by the loss scale.
         """
         everywhere = replicated(self.mesh)
         return jax.jit(self._gradients, out_shardings=(self.params, everywhere, everywhere))
 
     def add_first(self) -> jax.stages.Wrapped:
         """(gradients of a micro-batch, those of another) -> their sum in float32."""
-        return jax.jit(_add, out_shardings=self.params)
+        return jax.jit(lambda one, other: self._add(self._unscale(one), other), out_shardings=self.params)
 
     def add(self) -> jax.stages.Wrapped:
         """(sum in float32, gradients of a micro-batch) -> their sum, in the buffers of the first."""
-        return jax.jit(_add, donate_argnums=0, out_shardings=self.params)
+        return jax.jit(self._add, donate_argnums=0, out_shardings=self.params)
 
     def apply(self) -> jax.stages.Wrapped:
-        """(params, state, gradients in float32, learning rate) -> (params, state, step metrics)."""
+        """(params, state, sum of gradients, learning rate) -> (params, state, step metrics)."""
+        shardings = (self.params, self.state, replicated(self.mesh))
+        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
+
+    def apply_only(self) -> jax.stages.Wrapped:
+        """`apply` for the gradients of the only micro-batch."""
 
         def apply(params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array) -> tuple[Tree, Tree, _Metrics]:
             return self.optimizer.apply(params, state, self._unscale(gradients), learning_rate)
 
         return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(self.params, self.state, replicated(self.mesh)))
-
-    def apply_only(self) -> jax.stages.Wrapped:
-        """`apply` for the gradients of the only micro-batch, which no sum has made float32."""
-        return self.apply()
 
     def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
@@ -185,14 +203,12 @@ class Programs:
 
             def body(gradients: Tree, microbatch: Rows) -> tuple[Tree, tuple[_Metrics, jax.Array]]:
                 added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
-                return _add(gradients, added), (metrics, logprobs)
+                return self._add(gradients, added), (metrics, logprobs)
 
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             learning_rate, braked = self._brake(learning_rate, rows, logprobs)
-            params_after, state, step_metrics = self.optimizer.apply(
-                params, state, self._unscale(gradients), learning_rate
-            )
+            params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
             return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)
@@ -208,8 +224,12 @@ class Programs:
         factor = brake.ess_factor(sequence_effective_sample_size(logprobs, *known)).astype(jnp.float32)
         return learning_rate * factor, {'brake': factor}
 
+    def _add(self, gradients: Tree, added: Tree) -> Tree:
+        """Adds in float32 and removes the loss scale, which kept small gradients of a narrow dtype above 0."""
+        unscale = 1.0 / self.settings.learner.loss_scale
+        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
+
     def _unscale(self, gradients: Tree) -> Tree:
-        """The gradients in float32, without the loss scale."""
         unscale = 1.0 / self.settings.learner.loss_scale
         return jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, gradients)
 
@@ -321,10 +341,6 @@ class Programs:
             statistics=statistics,
             **{name: rows[name] for name in _LOSS_FIELDS},
         )
-
-
-def _add(gradients: Tree, added: Tree) -> Tree:
-    return jax.tree.map(lambda total, g: total.astype(jnp.float32) + g.astype(jnp.float32), gradients, added)
 
 
 # The compiled programs of one learner, by name.

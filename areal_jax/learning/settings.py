@@ -153,11 +153,6 @@ class LearnerSettings:
         return self.learner.n_minibatches * self.learner.epochs
 
     @property
-    def narrow(self) -> bool:
-        """Whether passes compute in another dtype than the float32 of the trained weights."""
-        return self.learner.dtype != 'float32'
-
-    @property
     def recomputes(self) -> bool:
         """Whether log-probs of the weights before the update are needed after its first step."""
         return PROXIMAL in self.objective.reads and self.steps > 1

@@ -165,9 +165,8 @@ class Training:
             return gradients, rest
 
         def apply() -> Any:
-            name = 'apply_only' if self.settings.narrow else 'apply'
             state.params, state.optimizer, metrics = learner.programs.run(
-                name, state.params, state.optimizer, gradients, rate
+                'apply_only', state.params, state.optimizer, gradients, rate
             )
             return state.params, metrics
 

@@ -22,8 +22,7 @@ CUT = {
 FORMS = [
     (LEARNER, 'export', {'lora__rank': 4, 'cluster__engines': '1 x shared'}),
     (LEARNER, 'cast', {}),
-    (LEARNER, 'add', {}),
-    (LEARNER, 'add_first', {}),
+    (LEARNER, 'zeros', {}),
     (LEARNER, 'apply', {'optimizer__name': 'lion'}),
     (ENGINE, 'of 2: prefill 16', {}),
     (ENGINE, 'generate 1', {'lora__rank': 4, 'cluster__engines': '1 x tensor=1'}),

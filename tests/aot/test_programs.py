@@ -67,13 +67,10 @@ def test_described_weights_are_those_that_the_backend_prepares():
 
 
 def test_state_that_is_no_argument_counts_beside_a_program():
-    found = {one.name.split()[0]: one.beside_bytes for one in plan(LEARNER, learner__dtype='bfloat16', **CUT)}
-    weights = found['gradients'] - found['add']  # sums of earlier gradients, in float32 as the weights
-    optimizer = found['export']
-    assert weights > 0
-    assert abs(optimizer - 2 * weights) < 100  # two moments and counts
-    assert found['add'] == found['add_first'] == weights + optimizer  # their arguments are gradients
-    assert found['apply'] == 0
+    found = {one.name.split()[0]: one for one in plan(LEARNER, learner__dtype='bfloat16', **CUT)}
+    state = found['accumulate'].beside_bytes  # weights, optimizer: the working copy and gradients are arguments
+    assert state > found['export'].beside_bytes > 0  # the optimizer's
+    assert found['apply'].beside_bytes == 0
 
 
 def test_what_an_engine_keeps_on_the_learners_devices_counts_beside_its_programs_and_the_other_way_round():

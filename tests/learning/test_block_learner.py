@@ -83,7 +83,7 @@ def test_layers_below_the_block_have_no_backward_pass(remat):
             decoder=decoder, params=decoder.init(seed=2), blocks=n_layers + 1, objective=Likelihood()
         )
         forward = count_products(learner, 'logprobs', n_layers)
-        return forward, count_products(learner, 'gradients', n_layers), count_products(learner, 'gradients', 1)
+        return forward, count_products(learner, 'accumulate', n_layers), count_products(learner, 'accumulate', 1)
 
     forward_2, last_2, first_2 = of_last_layer(2)
     forward_4, last_4, first_4 = of_last_layer(4)
@@ -99,8 +99,8 @@ def test_no_activations_of_the_layers_below_are_saved():
         shape = {'rows_per_microbatch': 8, 'row_tokens': 128, 'row_loss_tokens': 64}
         learner = make_block_learner(decoder=decoder, params=decoder.init(seed=2), blocks=n_layers + 1, **shape)
         part = learner.parts[block]
-        args = next(args for _, name, args in part.declared_programs(exports=False) if name == 'gradients')
-        return part.programs.compile('gradients', *args).memory_analysis().temp_size_in_bytes
+        args = next(args for _, name, args in part.declared_programs(exports=False) if name == 'accumulate')
+        return part.programs.compile('accumulate', *args).memory_analysis().temp_size_in_bytes
 
     activation = 8 * 128 * 16 * 4  # bytes of the residual stream
     assert temporary_bytes(5, 5) - temporary_bytes(2, 2) < activation
@@ -159,7 +159,7 @@ def test_gradients_and_moments_of_one_block_are_on_the_devices():
     learner = make_block_learner()
     learner.update(GROUPS, 2)
     block = learner.paths[2]
-    assert leaves_of(learner.programs.run('copy', learner.state.params)).keys() == block
+    assert leaves_of(learner.programs.run('zeros', learner.state.params)).keys() == block
     size = sum(leaf.nbytes for path, leaf in weights_of(learner).items() if path in block)
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(learner.state.optimizer['transform']))
     assert moments == 2 * size + 4  # and the count of steps

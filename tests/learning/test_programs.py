@@ -271,8 +271,8 @@ def test_a_learner_traces_ahead_and_compiles_from_when_it_may():
     """Nothing is traced or compiled in the thread that waits for the programs."""
     learner = make_learner(compile_ahead=True)
     learner.wait_traced()
-    assert 'gradients' in names(learner.programs.traced)
-    assert 'gradients' not in names(learner.programs._programs)  # what places the state is there
+    assert 'accumulate' in names(learner.programs.traced)
+    assert 'accumulate' not in names(learner.programs._programs)  # what places the state is there
     learner.begin_compiling()
     with CompilationCounter() as compilations:
         programs = learner.finish_compiling()
@@ -321,7 +321,7 @@ def test_settings_of_jax_reach_the_next_learner():
         other.warm_up()
     finally:
         jax.config.update('jax_default_matmul_precision', before)
-    key = next(key for key in learner.programs.compiled if key[0] == 'gradients')
+    key = next(key for key in learner.programs.compiled if key[0] == 'accumulate')
     assert learner.programs.compiled[key] is not other.programs.compiled[key]
 
 
@@ -355,7 +355,7 @@ def test_a_learner_that_is_closed_compiles_nothing():
     learner = make_learner(compile_ahead=True)
     learner.wait_traced()
     learner.close()
-    assert 'gradients' not in names(learner.programs.compiled)
+    assert 'accumulate' not in names(learner.programs.compiled)
 
 
 def test_warm_up_raises_what_the_thread_met_that_compiled_ahead(monkeypatch):
@@ -365,7 +365,7 @@ def test_warm_up_raises_what_the_thread_met_that_compiled_ahead(monkeypatch):
         threads.append(threading.current_thread().name)
         raise RuntimeError('no memory for the compiler')
 
-    monkeypatch.setattr(Programs, 'gradients', fail)
+    monkeypatch.setattr(Programs, 'accumulate', fail)
     learner = make_learner(compile_ahead=True)
     with pytest.raises(RuntimeError, match='no memory for the compiler'):
         learner.warm_up()

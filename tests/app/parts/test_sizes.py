@@ -58,7 +58,7 @@ def test_sizes_are_those_of_the_arrays(fields):
     model = build_model(config)
     learner = build_learner(config, model, build.build_mesh(config))
     assert found.learner['weights'] == nbytes(learner.state.params) + nbytes(learner.state.frozen)
-    assert found.learner['gradients'] == nbytes(learner.programs.run('copy', learner.state.params))
+    assert found.learner['gradients'] == nbytes(learner.programs.run('zeros', learner.state.params))
     assert found.learner['publication'] == nbytes(learner.publish(0))
     assert found.learner['optimizer'] == pytest.approx(nbytes(learner.state.optimizer), rel=0.01)
     if learner.state.reference is not None:

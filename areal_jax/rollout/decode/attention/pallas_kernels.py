@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from areal_jax.rollout.decode.attention.loops import BlocksFirst, HeadsFirst, LayerCache, Sums, finish, join
 
@@ -207,7 +208,9 @@ class PallasTpuAttention(BlocksFirst):
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         (pages,) = layer
-        tokens = pages[blocks].reshape(-1, pages.shape[2] // 2, 2, pages.shape[3])
+        # in the cache's own layout: XLA would copy the whole cache to another one for what reads these blocks
+        found = with_layout_constraint(pages[blocks], Layout(tuple(range(pages.ndim))))
+        tokens = found.reshape(-1, pages.shape[2] // 2, 2, pages.shape[3])
         k, v = (tokens[:, : self.kv_heads, which, : self.head_dim] for which in (0, 1))
         return k, v
 
