@@ -3,8 +3,8 @@
     python -m benchmarks.async_speedup --out=benchmarks/results/async_speedup.json [--lengths=equal,heavy] [--small]
 
 SmolLM2-135M on one-digit arithmetic, --groups groups of 8 answers an update, all trained. Lengths of answers are a
-function of draw and sample (drawn_lengths.py), so that every arm does the same work: all 32 tokens ('equal'), or
-lognormal with sigma 1 and at most 192 ('heavy').
+function of draw and sample (rollout.answer_lengths), so that every arm does the same work: all 32 tokens ('equal'),
+or lognormal with sigma 1 and at most 192 ('heavy').
 
   synchronous    eta 0 in one process on both cores, with each number of slots of --sync_slots; the best one counts
   one process    eta 2 in one process on both cores
@@ -30,7 +30,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax.errors import UserError
-from benchmarks.drawn_lengths import LONGEST
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import CLOCKS, Bar, ratio, strongest
 from benchmarks.sides import ARITHMETIC
@@ -40,9 +39,11 @@ ETA = 2.0
 MOST_WAIT = 0.01
 CORES = 2
 ASYNCHRONOUS, ONE_PROCESS = 'asynchronous', 'one process'
+LENGTHS = {'equal': 'constant(32)', 'heavy': 'lognormal(32, 1)'}
 COMMON = {
+    'rollout.ignore_eos': True, 'rollout.max_new_tokens': 192,
     'rollout.context_tokens': 256, 'rollout.block_tokens': 64, 'rollout.prefill_buckets': (64, 512),
-    'rollout.max_new_tokens': LONGEST, 'rollout.decode_steps': 8, 'learner.row_tokens': 512,
+    'rollout.decode_steps': 8, 'learner.row_tokens': 512,
     'learner.row_loss_tokens': 448, 'learner.filter_equal_rewards': False,
     'evaluation.problems': 0,
     'checkpoint.every': 0, 'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.progress': False,
@@ -66,7 +67,7 @@ def make_arms(options: argparse.Namespace) -> list[Arm]:
 
 
 def measure_lengths(options: argparse.Namespace, lengths: str, directory: pathlib.Path) -> Row:
-    overrides = COMMON | {'run.steps': options.steps, 'rollout.workflow': f'benchmarks/drawn_lengths.py:{lengths}'}
+    overrides = COMMON | {'run.steps': options.steps, 'rollout.answer_lengths': LENGTHS[lengths]}
     overrides |= SMALL if options.small else {'learner.groups_per_update': options.groups}
     arms = make_arms(options)
     calls: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
@@ -107,7 +108,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--slots', type=int, default=16, help='of the asynchronous arms')
     parser.add_argument('--sync_slots', default='16,32', help='of the synchronous arms; the best counts')
     options = parser.parse_args(arguments)
-    options.lengths = split_choices('lengths', options.lengths, ('equal', 'heavy'))
+    options.lengths = split_choices('lengths', options.lengths, LENGTHS)
     options.sync_slots = [int(slots) for slots in options.sync_slots.split(',')]
     options.arms = [name for name in options.arms.split(',') if name]
     if not 1 <= options.first < options.steps:

@@ -1,8 +1,10 @@
-"""Everything that only a GPU shows: python -m benchmarks.gpu --json=FILE [--minutes=8] [--parts=A,B] [--tiny].
+"""Everything that only a GPU shows: python -m benchmarks.gpu --json=FILE [--plan=check] [--minutes=8] [--tiny].
 
-Facts of the device, the self-check of every attention backend and of decoding, the tests marked `gpu`, and benchmarks
-of training, decoding and a whole run with random weights. Each part is a process with a time limit; a part that fails
-is in the JSON with its error, and the others go on. What the numbers mean is in docs/gpu.md.
+--plan=check: facts of the device, the self-check of every attention backend and of decoding, the tests marked `gpu`,
+and benchmarks of training, decoding and a whole run with random weights. --plan=measure, which takes 590 s: above all
+one run synchronously and asynchronously, then training, decoding, experts and sets of flags. Each part is a process
+with a time limit; a part that fails is in the JSON with its error, and the others go on. What the numbers mean is in
+docs/gpu.md.
 
 Exit code: 0 if every part ran or was left out for lack of time, 1 if one failed or hung, 2 for bad arguments or missing
 packages. Needs no network and installs nothing; `bash launch/test_gpu.sh` starts it with the right interpreter.
@@ -24,11 +26,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu_parts import packages, summary
 from benchmarks.gpu_parts.parts import FAILED, ROOT, TIMED_OUT, Part, Result, run_parts
-
-# cuBLAS alone for matrix products: the search among Triton kernels takes minutes of compilation
-_CUBLAS = '--xla_gpu_enable_triton_gemm=false'
-# repeats bit for bit, and searches for no kernels: products that Triton would take have no default without a search
-_DETERMINISTIC = f'--xla_gpu_deterministic_ops=true {_CUBLAS}'
+from benchmarks.gpu_parts.plans import PLANS, make_parts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,9 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         session = {
             'command': ' '.join(['python -m benchmarks.gpu', *arguments]),
             'started': datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(timespec='seconds'),
+            'plan': options.plan,
             'minutes': options.minutes,
             'tiny': options.tiny,
-            'seed': 0,
+            'seed': options.seed,
             'commit': _commit(),
             'python': platform.python_version(),
             'compilation_cache': os.environ['JAX_COMPILATION_CACHE_DIR'],
@@ -55,12 +54,13 @@ def main(arguments: Sequence[str]) -> int:
 
         def note(name: str, result: Result) -> None:
             results[name] = result
-            _write(options.json, session | {'parts': results})
+            _write(options.json, session | {'asynchrony': summary.compare_schedules(results), 'parts': results})
             print(summary.part_line(name, result), flush=True)
 
         announce = lambda name, limit_s: print(f'{name}: at most {limit_s:.0f} s', flush=True)
         run_parts(_choose(options), deadline - time.monotonic(), note, announce)
-    _write(options.json, session | {'seconds': round(time.time() - began, 1), 'parts': results})
+    ends = {'seconds': round(time.time() - began, 1), 'asynchrony': summary.compare_schedules(results)}
+    _write(options.json, session | ends | {'parts': results})
     print(summary.table(results))
     return int(any(result['status'] in (FAILED, TIMED_OUT) for result in results.values()))
 
@@ -71,47 +71,24 @@ _FIX = (
 )
 
 
-def make_parts(tiny: bool) -> list[Part]:
-    """All parts in their order; a call that runs out of time leaves out the last ones."""
-    slower = 10 if tiny else 1  # a CPU
-    anywhere = {'AREAL_JAX_GPU_TESTS': 'anywhere'} if tiny else {}  # tests/gpu/__init__.py
-
-    def part(name: str, *arguments: str, limit_s: float, least_s: float, flags: str = '', **variables: str) -> Part:
-        module, _, _ = name.partition('_')
-        command = [sys.executable, '-m', f'benchmarks.gpu_parts.{module}', *arguments, *(['--tiny'] if tiny else [])]
-        return Part(name, command, slower * limit_s, 0 if tiny else least_s, variables, flags)
-
-    train = {'limit_s': 110, 'least_s': 45, 'flags': _CUBLAS}
-    return [
-        part('facts', limit_s=60, least_s=10),
-        part('energy', limit_s=40, least_s=15),
-        part('backends', limit_s=110, least_s=30),
-        part('tests', limit_s=210, least_s=30, flags=_DETERMINISTIC, **anywhere),
-        part('train_1.5b', '1.5b', **train),
-        part('decode_64', '64', '2048', limit_s=90, least_s=40),
-        part('run', limit_s=160, least_s=80, flags=_CUBLAS),
-        part('attention', limit_s=90, least_s=40),
-        part('compile_beside', 'beside', limit_s=60, least_s=20, flags=_CUBLAS),
-        part('compile_one', 'one', limit_s=150, least_s=110, flags=_CUBLAS),
-        part('decode_16k', '64', '16384', limit_s=120, least_s=60),
-        part('decode_256', '256', '2048', limit_s=90, least_s=40),
-        part('train_3b', '3b', **train),
-        part('train_0.5b', '0.5b', **train),
-    ]
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    names = [part.name for part in make_parts(tiny=False)]
+    names = list(make_parts(tiny=False))
     parser = argparse.ArgumentParser(prog='python -m benchmarks.gpu', description=__doc__.partition('\n')[0])
     parser.add_argument('--json', type=pathlib.Path, required=True, help='file for all numbers')
-    parser.add_argument('--minutes', type=float, default=8.0, help='for all parts together')
-    parser.add_argument('--parts', default=','.join(names), help=f'some of {",".join(names)}')
+    parser.add_argument('--plan', choices=PLANS, default='check', help='which parts, and in which order')
+    parser.add_argument('--minutes', type=float, help='for all parts together; check: 8, measure: 590 s')
+    parser.add_argument('--parts', help=f'in place of those of the plan, in this order: some of {",".join(names)}')
+    parser.add_argument('--seed', type=int, default=0, help='of the runs')
     parser.add_argument('--tiny', action='store_true', help='tiny shapes on any device, to try the command')
     parser.add_argument('--keep', type=pathlib.Path, help='folder for the log, metrics and report of the part run')
     parser.add_argument('--wheels', type=pathlib.Path, help='folder with wheels of packages that are not installed')
     options = parser.parse_args(arguments)
-    if unknown := sorted(set(options.parts.split(',')) - set(names)):
+    if options.parts and (unknown := sorted(set(options.parts.split(',')) - set(names))):
         parser.error(f'--parts={options.parts}: {", ".join(unknown)} is none of {", ".join(names)}')
+    if options.minutes is None:
+        options.minutes = PLANS[options.plan].minutes
+    if not 0 <= options.seed < 2**31:
+        parser.error(f'--seed={options.seed} must lie in [0, 2^31 - 1]')
     if options.minutes <= 0:
         parser.error(f'--minutes={options.minutes} must be above 0')
     if options.wheels and not list(options.wheels.glob('*.whl')):
@@ -120,7 +97,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _choose(options: argparse.Namespace) -> list[Part]:
-    return [part for part in make_parts(options.tiny) if part.name in options.parts.split(',')]
+    parts = make_parts(options.tiny)
+    return [parts[name] for name in (options.parts.split(',') if options.parts else PLANS[options.plan].parts)]
 
 
 def _environment(folder: pathlib.Path, options: argparse.Namespace) -> dict[str, str]:
@@ -133,6 +111,7 @@ def _environment(folder: pathlib.Path, options: argparse.Namespace) -> dict[str,
         'PYTHONUNBUFFERED': '1',
     }
     added = {name: os.environ.get(name, value) for name, value in added.items()}
+    added['AREAL_JAX_GPU_SEED'] = str(options.seed)
     if options.keep:
         added['AREAL_JAX_GPU_KEEP'] = str(options.keep.absolute())
     if options.wheels:

@@ -50,6 +50,7 @@ from areal_jax.config.generation import (
     RolloutSection,
     cuts_softmax,
     find_engine_problems,
+    find_length_problems,
     find_quantization_problems,
     find_route_problems,
     find_server_problems,
@@ -318,6 +319,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from find_room_problems(c)
         yield from _evaluation_problems(c)
         yield from find_server_problems(c)
+        yield from find_length_problems(c)
         yield from find_sparing_problems(c)
         yield from find_record_problems(c)
         yield from find_quantization_problems(c)

@@ -387,7 +387,8 @@ def _declaring(kind: Callable[Parameters, Field]) -> Callable[Parameters, Any]:
 
 integer, real, flag = _declaring(Integer), _declaring(Real), _declaring(Flag)
 choice, own_choice = _declaring(Choice), _declaring(ChoiceOrOwn)
-path_text, lengths, texts = _declaring(Path), _declaring(Lengths), _declaring(Texts)
+path_text, lengths = _declaring(Path), _declaring(Lengths)
+plain_text, texts = _declaring(Text), _declaring(Texts)
 
 
 class ConfigSection:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import parse_engines
+from areal_jax.config.drawn_lengths import ANSWER_LENGTHS, Mixture, parse_distribution
 from areal_jax.config.fields import (
     COUNT,
     COUNT_OR_OFF,
@@ -23,6 +24,7 @@ from areal_jax.config.fields import (
     integer,
     lengths,
     own_choice,
+    plain_text,
     real,
     texts,
 )
@@ -214,6 +216,11 @@ class RolloutSection(ConfigSection):
         other_names='max_completion_length response_length max_response_length generate_max_len max_tokens '
         'max_gen_len max_generation_length max_answer_tokens max_response_len',
     )
+    answer_lengths: str = plain_text(
+        '',
+        "for measurements with random weights: training answers end at drawn lengths, such as 'lognormal(1024, 0.75)'; "
+        "'' = at rollout.max_new_tokens",
+    )
     ignore_eos: bool = flag(
         False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens', also_for=_BY_ANSWERS
     )
@@ -296,6 +303,33 @@ def find_server_problems(c: Config) -> Iterator[str]:
         yield (
             f'cluster.engines={c.cluster.engines!r} with {setting}: these servers are not asked to cut experts; use '
             f"'{uncut}', or rollout.server='own'"
+        )
+
+
+def find_length_problems(c: Config) -> Iterator[str]:
+    """Yields a sentence if answers cannot end at drawn lengths.
+
+    Raises ConfigError for a text that is no distribution.
+    """
+    rollout = c.rollout
+    if not (text := rollout.answer_lengths):
+        return
+    setting, drawn = f'{ANSWER_LENGTHS}={text!r}', parse_distribution(text, ANSWER_LENGTHS)
+    if c.simulation.prices:
+        yield (
+            f'{setting} with simulation.prices={c.simulation.prices!r}: a simulation draws its answers from '
+            f"simulation.answers; set that, and {ANSWER_LENGTHS}=''"
+        )
+    elif rollout.workflow != 'single_turn':
+        yield (
+            f'{setting} with rollout.workflow={rollout.workflow!r}: only answers of one turn have drawn lengths; use '
+            f"rollout.workflow='single_turn', or {ANSWER_LENGTHS}=''"
+        )
+    parts = drawn.parts if isinstance(drawn, Mixture) else (drawn,)
+    if min(part.quantile(0.0) for part in parts) > rollout.max_new_tokens:
+        yield (
+            f'{setting} with rollout.max_new_tokens={rollout.max_new_tokens} would end more than half of the answers '
+            'at that limit; raise the limit and rollout.context_tokens, or draw shorter lengths'
         )
 
 

@@ -492,6 +492,11 @@ def list_unmoved(c: Config) -> tuple[tuple[str, Value, bool, str], ...]:
     )
 
 
+def client_seed(seed: int, clients: int, client: int) -> int:
+    """Returns the seed of the noise of sampled answers; with several clients, each client has a different one."""
+    return seed if clients == 1 else (seed * clients + client) % 2**31
+
+
 def find_client_problems(c: Config) -> Iterator[str]:
     """Yields a sentence for each unmet requirement of independent clients that average their blocks."""
     ours = c.distributed

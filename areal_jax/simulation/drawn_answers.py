@@ -10,11 +10,11 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from areal_jax.config.drawn_lengths import Lengths, Mixture, uniform
 from areal_jax.config.fields import ConfigError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event, FinishEvent
 from areal_jax.report.event_log import lane_intervals
-from areal_jax.simulation.lengths import Lengths, Mixture, uniform
 from areal_jax.types import NOT_GENERATED
 
 _REACH, _STEP = 6.0, 0.01  # of the grid of normal numbers

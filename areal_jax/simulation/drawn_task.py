@@ -17,11 +17,11 @@ import numpy as np
 from areal_jax import lanes
 from areal_jax.agents.agent_workflow import AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue, Message, Messages, Tools
+from areal_jax.config.drawn_lengths import Lengths
 from areal_jax.control.episode import Episode
 from areal_jax.lanes import REWARD
 from areal_jax.protocols import Clock, Event, Generator, PromptStream, Workflow
 from areal_jax.simulation.count_backend import prompt_tokens, result_tokens
-from areal_jax.simulation.lengths import Lengths
 from areal_jax.tasks.task import OverLength, Problem, Split
 from areal_jax.types import FinishReason, Prompt, SamplingParams, Verdict, Work
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 
+from areal_jax.config.drawn_lengths import Lengths
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Generation
@@ -17,7 +18,6 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import SegmentIterator
 from areal_jax.rollout.servers.member import HeldWeights, OutcomeUnknownError, RequestFailedError
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.simulation.lengths import Lengths
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 ADDRESS = 'simulated'

@@ -121,7 +121,7 @@ class Decoding:
     def prefill(self) -> None:
         """One prompt, whose blocks are copied to all rows."""
         backend, first = self.backend, self._blocks[0]
-        self._compute([self.prompt[:-1]])
+        self.compute([self.prompt[:-1]])
         held = -(-(self._case.prompt_tokens - 1) // BLOCK_TOKENS)
         for own in self._blocks[1:]:
             self._state = backend.copy(self._state, [*zip(first[:held], own[:held], strict=True)])
@@ -131,11 +131,11 @@ class Decoding:
         """Keys and values of all rows anew; returns their number of tokens."""
         answers = np.concatenate([output.tokens for output in self.outputs]).T
         whole = np.concatenate([np.tile(self.prompt, (self._case.slots, 1)), answers], axis=1)[:, :-1]
-        self._compute(list(whole))
+        self.compute(list(whole))
         return whole.size
 
-    def _compute(self, sequences: list[np.ndarray]) -> None:
-        """Prefills sequences of one length, as many at once as a bucket holds."""
+    def compute(self, sequences: list[np.ndarray]) -> None:
+        """Prefills sequences of one length, a slot each, as many at once as a bucket holds."""
         backend, length = self.backend, len(sequences[0])
         for start in range(0, length, backend.largest_piece):
             span = Span(start, min(length, start + backend.largest_piece))
@@ -146,6 +146,10 @@ class Decoding:
                     for row in range(first, min(first + at_once, len(sequences)))
                 ]
                 self._state = backend.prefill(self.params, self._state, pieces)
+
+    def wait(self) -> None:
+        """Until the cache has all that was computed."""
+        jax.block_until_ready(self._state)
 
     def repeat(self) -> None:
         """The last dispatch once more; its tokens are not added to the answers."""

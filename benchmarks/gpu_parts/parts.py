@@ -76,7 +76,7 @@ def run_part(part: Part, limit_s: float) -> Result:
 
 
 def _run_once(part: Part, limit_s: float) -> Result:
-    environment = dict(os.environ) | dict(part.environment)
+    environment = dict(os.environ) | dict(part.environment) | {'AREAL_JAX_GPU_LIMIT_S': f'{limit_s:.0f}'}
     environment['XLA_FLAGS'] = ' '.join(filter(None, (environment.get('XLA_FLAGS', ''), part.flags)))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -46,29 +46,41 @@ _AFTER_SURROGATES = 0xE000
 
 
 def measure(cells: Cells, *, tiny: bool) -> None:
-    config, shape = _config(tiny), TINY if tiny else SHAPES['0.5b']
+    shape = TINY if tiny else SHAPES['0.5b']
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder, 'run')
-        build = functools.partial(build_own_loop, load=functools.partial(_draw_model, shape=shape))
-        kind: RunKind[Loop] = RunKind(require_here, print_warnings, build)
-        session = Run(kind, config, workdir, source='benchmarks/gpu_parts/run.py')
-        cells.add('case', _describe(config, session))
+        session = open_run(build_config(shape, _fields(tiny), tiny), shape, workdir)
+        cells.add('case', describe(session))
         try:
             with Compilations() as compilations:
                 report = session.train()
         finally:
-            if keep := os.environ.get('AREAL_JAX_GPU_KEEP'):
-                _keep_records(workdir, pathlib.Path(keep))
+            keep_records(workdir)
         if report is None:
             raise RuntimeError('the run was stopped')
         alone = RunFacts.load(workdir).alone_seconds
     cells.add('compile', compilations.numbers())
-    cells.add('report', {name: report[name] for name in _REPORTED})
+    cells.add('report', pick(report))
     cells.add('limit', _limit(report, alone))
 
 
-def _keep_records(workdir: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies the log, the metrics and all other files that are text; no weights."""
+def open_run(config: config_dict.ConfigDict, shape: ModelConfig, workdir: pathlib.Path) -> Run[Loop]:
+    """A run of random weights that has not begun."""
+    build = functools.partial(build_own_loop, load=functools.partial(_draw_model, shape=shape))
+    kind: RunKind[Loop] = RunKind(require_here, print_warnings, build)
+    return Run(kind, config, workdir, source='benchmarks/gpu_parts/run.py')
+
+
+def pick(report: dict[str, Any]) -> dict[str, Any]:
+    """The part of a report that is kept."""
+    return {name: report[name] for name in _REPORTED}
+
+
+def keep_records(workdir: pathlib.Path, name: str = '') -> None:
+    """Copies the log, the metrics and all other files that are text to the folder of --keep; no weights."""
+    if not (keep := os.environ.get('AREAL_JAX_GPU_KEEP')):
+        return
+    folder = pathlib.Path(keep, name)
     folder.mkdir(parents=True, exist_ok=True)
     for path in workdir.iterdir():
         if path.suffix in ('.json', '.jsonl', '.html', '.md'):
@@ -91,29 +103,18 @@ def _codes(count: int) -> list[int]:
     return [*before[:count], *after]
 
 
-def _config(tiny: bool) -> config_dict.ConfigDict:
-    shape = TINY if tiny else SHAPES['0.5b']
+def build_config(shape: ModelConfig, fields: Mapping[str, object], tiny: bool) -> config_dict.ConfigDict:
+    """The config of a run on one device that neither evaluates nor exports, with `fields` in addition."""
     config = default_config()
     config.update_from_flattened_dict(
         {
-            'run.steps': 3 if tiny else 12,
             'run.export': False,
+            'run.seed': int(os.environ.get('AREAL_JAX_GPU_SEED', 0)),
             'model.family': 'qwen2',
             **{f'model.{name}': getattr(shape, name) for name in _SIZES},
             'task.length': 4 if tiny else 16,
-            'rollout.slots': 8 if tiny else 64,
             'rollout.decode_steps': 4 if tiny else 16,
-            'rollout.context_tokens': 32 if tiny else 544,
             'rollout.block_tokens': 16 if tiny else 64,
-            'rollout.prefill_buckets': (64,) if tiny else (256, 4096),
-            'rollout.group_size': 4 if tiny else 8,
-            'rollout.max_new_tokens': 16 if tiny else 512,
-            'rollout.max_running_groups': 4 if tiny else 24,
-            'staleness.eta': 2.0,
-            'buffer.capacity': 8 if tiny else 32,
-            'learner.groups_per_update': 2 if tiny else 8,
-            'learner.row_tokens': 128 if tiny else 16_384,
-            'learner.row_loss_tokens': 128 if tiny else 16_384,
             'learner.filter_equal_rewards': False,
             'learner.dtype': 'float32' if tiny else 'bfloat16',
             'learner.layers': 'stacked',
@@ -122,18 +123,38 @@ def _config(tiny: bool) -> config_dict.ConfigDict:
             'telemetry.progress': False,
             'telemetry.tensorboard': False,
             'telemetry.plots': False,
-            'telemetry.energy': 'auto',
+            **fields,
         }
     )
     return config
 
 
-def _describe(config: config_dict.ConfigDict, session: Run[Loop]) -> dict[str, Any]:
+def _fields(tiny: bool) -> dict[str, object]:
+    return {
+        'run.steps': 3 if tiny else 12,
+        'rollout.slots': 8 if tiny else 64,
+        'rollout.context_tokens': 32 if tiny else 544,
+        'rollout.prefill_buckets': (64,) if tiny else (256, 4096),
+        'rollout.group_size': 4 if tiny else 8,
+        'rollout.max_new_tokens': 16 if tiny else 512,
+        'rollout.max_running_groups': 4 if tiny else 24,
+        'staleness.eta': 2.0,
+        'buffer.capacity': 8 if tiny else 32,
+        'learner.groups_per_update': 2 if tiny else 8,
+        'learner.row_tokens': 128 if tiny else 16_384,
+        'learner.row_loss_tokens': 128 if tiny else 16_384,
+        'telemetry.energy': 'auto',
+    }
+
+
+def describe(session: Run[Loop]) -> dict[str, Any]:
+    config = session.context.config
+    sections = config.as_dict()
     return {
         'parameters': session.site.model.decoder.parameter_count(),
         'attention': session.site.learner.attention,
-        'devices': build_allocation(session.context.config).describe(),
-        'config': {name: getattr(config, name).to_dict() for name in ('run', 'rollout', 'staleness', 'learner')},
+        'devices': build_allocation(config).describe(),
+        'config': {name: sections[name] for name in ('run', 'rollout', 'staleness', 'learner')},
     }
 
 

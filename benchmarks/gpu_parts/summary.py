@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.gpu_parts.parts import LEFT_OUT, RAN, Result
 
 _ERROR_CHARACTERS = 300
+_WIDTH = 15  # of a part's name
 
 
 def part_line(name: str, result: Result) -> str:
@@ -26,10 +27,23 @@ def table(results: Mapping[str, Result]) -> str:
     for name, result in results.items():
         numbers = result.get('numbers') or {}
         for row in _ROWS.get(name.partition('_')[0], _no_rows)(numbers):
-            lines.append(f'{name:12} {row}')
+            lines.append(f'{name:{_WIDTH}} {row}')
         if result['status'] != RAN:
-            lines.append(f'{name:12} {result["status"]}')
+            lines.append(f'{name:{_WIDTH}} {result["status"]}')
+    if found := compare_schedules(results):
+        lines.append(f'{"asynchronous":{_WIDTH}} {found["ratio"]:.3f} times the tokens a second of synchronous')
     return '\n'.join(lines)
+
+
+def compare_schedules(results: Mapping[str, Result]) -> dict[str, float] | None:
+    """Tokens a second of both schedules and asynchronous over synchronous; None until both are measured."""
+    found = {}
+    for name in ('sync', 'async'):
+        numbers = results.get(f'schedules_{name}', {}).get('numbers') or {}
+        if 'rate' not in numbers:
+            return None
+        found[name] = numbers['rate']['tokens_per_second']
+    return {**found, 'ratio': found['async'] / found['sync']}
 
 
 def _facts(n: Mapping[str, Any]) -> Iterator[str]:
@@ -118,13 +132,48 @@ def _run(n: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def _schedules(n: Mapping[str, Any]) -> Iterator[str]:
+    if rate := n.get('rate'):
+        yield (
+            f'{n["case"]["parameters"] / 1e9:.2f}B, eta {n["case"]["config"]["staleness"]["eta"]:g}: '
+            f'{rate["tokens_per_second"]:,.0f} answer tokens trained a second over {rate["seconds"]:.1f} s'
+        )
+
+
+def _flags(n: Mapping[str, Any]) -> Iterator[str]:
+    if update := n.get('update'):
+        yield f'an update takes {_amount(update["median_s"], 1e-3, "ms")}'
+
+
+def _rebuild(n: Mapping[str, Any]) -> Iterator[str]:
+    for size, timing in n.items():
+        if size.isdecimal():
+            yield f'by prefills of {size} tokens: {_amount(timing["median_s"], 1, "s")}'
+
+
+def _experts(n: Mapping[str, Any]) -> Iterator[str]:
+    for name in ('layer', 'update'):
+        if 'median_s' in (found := n.get(name, {})):
+            yield f'{name}: {_amount(found["median_s"], 1e-3, "ms")}, MFU {_share(found["mfu"])}'
+
+
+def _peer(n: Mapping[str, Any]) -> Iterator[str]:
+    if 'left_out' in n:
+        yield n['left_out']
+    for name, found in n.items():
+        if 'flops_per_second' in found:
+            yield f'torch, {name}: {_amount(found["flops_per_second"], 1e12, "TFLOP/s")}'
+        elif 'bytes_per_second' in found:
+            yield f'torch, {name}: {_amount(found["bytes_per_second"], 1e9, "GB/s")}'
+
+
 def _no_rows(n: Mapping[str, Any]) -> Iterator[str]:
     yield from ()
 
 
 _ROWS = {
     'facts': _facts, 'backends': _backends, 'tests': _tests, 'train': _train, 'decode': _decode, 'compile': _compile,
-    'run': _run,
+    'run': _run, 'schedules': _schedules, 'flags': _flags, 'rebuild': _rebuild, 'experts': _experts, 'peer': _peer,
 }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """The train step of one shape on 16,384 packed tokens: tokens a second, model FLOPs utilisation, where the time goes.
 
-    python -m benchmarks.gpu_parts.train SHAPE [--tiny] OUT
+    python -m benchmarks.gpu_parts.train SHAPE [update] [--tiny] OUT
 
 `update` is what a run does: packing on the host, transfer, passes, optimizer, metrics. Its pieces are then timed by
-themselves.
+themselves, unless the update alone is asked for, as for sets of XLA's flags.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LESS = {'dots': 'attention', 'attention': 'full'}  # what keeps less for the ba
 _OUT_OF_MEMORY = ('RESOURCE_EXHAUSTED', 'Out of memory', 'out of memory')
 
 
-def measure(cells: Cells, shape: str, *, tiny: bool) -> None:
+def measure(cells: Cells, shape: str, *only: str, tiny: bool) -> None:
     case = train_case(shape, tiny)
     memory = device_memory()
     remat: str | None = choose_remat(case, memory and memory.get('limit_bytes'))
@@ -59,7 +59,7 @@ def measure(cells: Cells, shape: str, *, tiny: bool) -> None:
     while remat:
         tried.append(remat)
         try:
-            _measure(cells, case, remat)
+            _measure(cells, case, remat, whole=not only)
             break
         except Exception as error:
             if not any(text in str(error) for text in _OUT_OF_MEMORY) or remat not in _LESS:
@@ -70,7 +70,7 @@ def measure(cells: Cells, shape: str, *, tiny: bool) -> None:
     cells.add('remat_tried', tried)
 
 
-def _measure(cells: Cells, case: TrainCase, remat: str) -> None:
+def _measure(cells: Cells, case: TrainCase, remat: str, *, whole: bool) -> None:
     train = Training(case, remat)
     cells.add('case', train.describe())
     began = time.perf_counter()
@@ -78,8 +78,10 @@ def _measure(cells: Cells, case: TrainCase, remat: str) -> None:
     cells.add('compile', {'seconds': time.perf_counter() - began, 'programs': programs})
     cells.add('program_bytes', program_bytes(train.learner))
     update = measure_time(train.update, _REPEATS)
-    pieces = train.time_pieces()
     cells.add('update', update)
+    if not whole:
+        return
+    pieces = train.time_pieces()
     cells.add('pieces', pieces)
     cells.add('rates', train.rates(update['median_s'], pieces))
     cells.add('device_memory', device_memory())

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.config.drawn_lengths import parse_lengths
 from areal_jax.simulation.closed_forms import stale_share, staleness
 from areal_jax.simulation.drawn_answers import group_moments
-from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.simulation.prices import H800, Reached, Roofline, find_shape
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.constants import PASSES, R1_LENGTHS

@@ -10,8 +10,8 @@ from ml_collections import config_dict
 
 from areal_jax import config as schema
 from areal_jax.app.model.text_model import describe_text_model
+from areal_jax.config.drawn_lengths import Lengths, parse_lengths
 from areal_jax.simulation.drawn_answers import GroupMoments, group_moments
-from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import H800, Chip, ModelShape, Reached, Roofline, find_shape, shape_of, step_overhead_s
 from benchmarks.simulation import constants
 from benchmarks.simulation.published_rows import GENERATING, PROMPT_CAP, TABLE_1_BATCH, Batch

@@ -6,7 +6,6 @@ import pytest
 
 from areal_jax.errors import UserError
 from benchmarks import async_speedup, timed_run
-from benchmarks.drawn_lengths import LONGEST, MEAN, SIGMA, draw_length
 
 
 def lane(start, end, run, work, name, **detail):
@@ -15,14 +14,6 @@ def lane(start, end, run, work, name, **detail):
         {'kind': 'run_done', 'time': end, 'lane': name, 'run': run, 'work': work, 'amount': 1, 'started': start,
          'seconds': end - start, 'seq': run},
     ]  # fmt: skip
-
-
-def test_lengths_are_of_draw_and_sample_alone_and_have_the_mean():
-    heavy = [draw_length(draw, sample, SIGMA, LONGEST) for draw in range(200) for sample in range(8)]
-    assert heavy[9] == draw_length(1, 1, SIGMA, LONGEST)
-    assert 1 <= min(heavy) <= max(heavy) == LONGEST
-    assert sum(heavy) / len(heavy) == pytest.approx(MEAN, rel=0.1)
-    assert draw_length(7, 3, 0.0, LONGEST) == MEAN
 
 
 def test_the_learner_waits_for_copies_and_for_the_version_before():

@@ -9,40 +9,29 @@ import sys
 import pytest
 
 from areal_jax.native import compiled_library as library
+from benchmarks.gpu_parts.plans import PLANS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGED_CASES = (
     'bfloat16, 12 on 2 heads of 128', 'bfloat16, 28 on 4 heads of 128', 'float32, 9 on 3 heads of 64',
     'bfloat16, window',
 )  # fmt: skip
-PARTS = (
-    'facts',
-    'energy',
-    'backends',
-    'tests',
-    'train_1.5b',
-    'decode_64',
-    'run',
-    'attention',
-    'compile_beside',
-    'compile_one',
-    'decode_16k',
-    'decode_256',
-    'train_3b',
-    'train_0.5b',
-)
+
+
+def run_command(out, *arguments):
+    """The JSON of a call with tiny shapes, and what it printed."""
+    environment = os.environ | {'AREAL_JAX_PYTHON': sys.executable, 'XLA_FLAGS': ''}
+    command = ['bash', 'launch/test_gpu.sh', f'--json={out}', '--tiny', '--minutes=30', *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2000, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(out.read_text()), done.stdout
 
 
 @pytest.mark.slow
 def test_every_part_runs_with_tiny_shapes(tmp_path):
-    out = tmp_path / 'gpu.json'
-    environment = os.environ | {'AREAL_JAX_PYTHON': sys.executable, 'XLA_FLAGS': ''}
-    command = ['bash', 'launch/test_gpu.sh', f'--json={out}', '--tiny', '--minutes=30']
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2000, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    session = json.loads(out.read_text())
+    session, printed = run_command(tmp_path / 'gpu.json')
     parts = {name: part['numbers'] for name, part in session['parts'].items()}
-    assert tuple(parts) == PARTS
+    assert tuple(parts) == PLANS['check'].parts
     assert session['commit']
     assert parts['facts']['device']['platform'] == 'cpu'
     found = {name: cell['status'] for name, cell in parts['backends'].items() if cell and 'status' in cell}
@@ -82,4 +71,29 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
     assert parts['run']['compile']['programs'] > 2
     assert parts['run']['report']['steps'] == 3
     assert parts['run']['limit']['achieved_s'] > 0
-    assert 'tokens/s' in done.stdout
+    assert 'tokens/s' in printed
+
+
+@pytest.mark.slow
+def test_the_parts_of_the_plan_to_measure_run_with_tiny_shapes(tmp_path):
+    wanted = [name for name in PLANS['measure'].parts if name not in PLANS['check'].parts]
+    session, printed = run_command(tmp_path / 'gpu.json', '--plan=measure', f'--parts={",".join(wanted)}', '--seed=3')
+    parts = {name: part['numbers'] for name, part in session['parts'].items()}
+    assert list(parts) == wanted
+    both = [parts[f'schedules_{name}'] for name in ('sync', 'async')]
+    for numbers, eta in zip(both, (0.0, 2.0), strict=True):
+        config = numbers['case']['config']
+        assert (config['run']['seed'], config['staleness']['eta']) == (3, eta)
+        assert numbers['end'] == 'version 4 was published'
+        assert numbers['rate']['answer_tokens'] > 3 * 16  # three updates of 16 answers, none of one token
+        config['staleness'].pop('eta')
+    assert both[0]['case']['config'] == both[1]['case']['config']
+    found = session['asynchrony']
+    assert found['ratio'] == pytest.approx(found['async'] / found['sync'])
+    assert (both[0]['report']['token_age']['max'], both[0]['report']['interruptions']) == (0, 0)
+    assert both[1]['report']['token_age']['mean'] > 0
+    assert {'32', '64'} < set(parts['rebuild'])
+    assert set(parts['experts']) >= {'layer', 'update'}
+    assert parts['experts']['update']['tokens_per_second'] > 0
+    assert parts['flags_triton']['update']['n'] > 1
+    assert 'asynchronous' in printed

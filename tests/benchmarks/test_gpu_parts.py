@@ -16,6 +16,7 @@ from benchmarks.gpu_parts.cells import run_part
 from benchmarks.gpu_parts.compile import Compilations
 from benchmarks.gpu_parts.decode import SEED, Decoding
 from benchmarks.gpu_parts.parts import FAILED, LEFT_OUT, RAN, TIMED_OUT, Part, run_parts
+from benchmarks.gpu_parts.plans import PLANS, make_parts
 from benchmarks.gpu_parts.shapes import TINY, DecodeCase
 from benchmarks.gpu_parts.tests import Found
 
@@ -49,7 +50,7 @@ def test_a_part_that_fails_or_hangs_leaves_its_numbers_and_the_others_run():
     lines = [summary.part_line(name, result) for name, result in results.items()]
     assert lines[0].startswith('fails: failed after ')
     assert lines[-1].startswith('late: left out: ')
-    assert 'late         left out' in summary.table(results)
+    assert 'late            left out' in summary.table(results)
 
 
 def test_flags_that_xla_does_not_know_are_left_out():
@@ -75,12 +76,14 @@ def test_wheels_are_unpacked_with_their_data(tmp_path):
     assert (tmp_path / 'site' / 'other.py').read_text() == 'y = 2'
 
 
-@pytest.mark.parametrize('arguments', [['--parts=train_7b'], ['--minutes=0'], ['--wheels=/no/such']])
+@pytest.mark.parametrize(
+    'arguments', [['--parts=train_7b'], ['--minutes=0'], ['--seed=-1'], ['--plan=all'], ['--wheels=/no/such']]
+)
 def test_bad_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as refused:
         gpu.main(['--json=out.json', *arguments])
     assert refused.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    assert arguments[0].partition('=')[0] in capsys.readouterr().err
 
 
 def test_missing_packages_are_one_sentence(monkeypatch, capsys, tmp_path):
@@ -156,3 +159,23 @@ def test_seconds_of_compilations_are_summed_and_those_at_once_are_covered_once()
     assert numbers['programs'] == 2
     assert (numbers['summed_s'], numbers['longest_s']) == (pytest.approx(5.0), pytest.approx(3.0))
     assert numbers['covered_s'] == pytest.approx(3.0, abs=0.5)  # the shorter one lies inside of the longer one
+
+
+def test_plans_name_all_parts_and_leave_time_for_both_schedules():
+    parts = make_parts(tiny=False)
+    assert {name for plan in PLANS.values() for name in plan.parts} == set(parts)
+    for plan in PLANS.values():
+        assert len(set(plan.parts)) == len(plan.parts)
+    plan, needed = PLANS['measure'], 0.0
+    for name in plan.parts[: plan.parts.index('schedules_async')]:
+        needed += parts[name].limit_s
+    assert needed + parts['schedules_async'].least_s < 60 * plan.minutes
+
+
+def test_the_ratio_of_the_schedules_needs_both():
+    results = {'schedules_sync': {'numbers': {'rate': {'tokens_per_second': 100.0}}}}
+    assert summary.compare_schedules(results) is None
+    results['schedules_async'] = {'numbers': None}
+    assert summary.compare_schedules(results) is None
+    results['schedules_async'] = {'numbers': {'rate': {'tokens_per_second': 140.0}}}
+    assert summary.compare_schedules(results) == {'sync': 100.0, 'async': 140.0, 'ratio': 1.4}

@@ -17,7 +17,8 @@ VALUES = {
     'prefill_buckets': (32,), 'attention': 'loops', 'weights': 'int8', 'record_routes': True, 'slow_versions': 2,
     'slow_engines': 'spare', 'kv_policy': 'keep', 'server': 'own', 'urls': ('vllm+http://a:1',), 'max_retries': 2,
     'pause_lease_s': 20.0, 'max_mismatch': 0.1, 'workflow': 'program', 'episode_deadline_s': 9.0, 'group_size': 2,
-    'max_running_groups': 2, 'max_new_tokens': 8, 'ignore_eos': True, 'temperature': 0.5, 'top_k': 2, 'top_p': 0.5,
+    'max_running_groups': 2, 'max_new_tokens': 8, 'answer_lengths': 'lognormal(4, 1)', 'ignore_eos': True,
+    'temperature': 0.5, 'top_k': 2, 'top_p': 0.5,
 }  # fmt: skip
 OF_ENGINES = {
     *('slots', 'decode_steps', 'context_tokens', 'block_tokens', 'cache_tokens', 'prefill_buckets', 'attention'),

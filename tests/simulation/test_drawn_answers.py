@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from areal_jax.config.drawn_lengths import parse_lengths
 from areal_jax.config.fields import ConfigError
 from areal_jax.events.schema import Event
 from areal_jax.simulation.drawn_answers import LoggedAnswers, read_groups
-from areal_jax.simulation.lengths import parse_lengths
 
 RUN = pathlib.Path('runs/one')
 EVERY = parse_lengths('constant(500)', 1 << 20)

@@ -5,8 +5,8 @@ import statistics
 import numpy as np
 import pytest
 
+from areal_jax.config.drawn_lengths import parse_lengths
 from areal_jax.simulation.drawn_answers import group_moments, rests
-from areal_jax.simulation.lengths import parse_lengths
 
 CAP = 27_648
 

@@ -12,10 +12,12 @@ from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
+from areal_jax.config.drawn_lengths import AnswerLimits
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.generation import cuts_softmax, uses_servers
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
+from areal_jax.config.training import client_seed
 from areal_jax.control.buffer import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
@@ -111,11 +113,14 @@ def find_ends(config: TrackedConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def build_sampling_seed(config: TrackedConfig) -> int:
-    """Returns the seed of the noise of sampled answers; with several clients, each client has a different one."""
-    seed: int = config.run.seed
-    if config.distributed.clients == 1:
-        return seed
-    return (seed * config.distributed.clients + config.distributed.client) % 2**31
+    """Returns the seed of the noise of sampled answers; reads distributed.client only if there are several clients."""
+    clients: int = config.distributed.clients
+    return client_seed(config.run.seed, clients, 0 if clients == 1 else config.distributed.client)
+
+
+def build_answer_limits(config: TrackedConfig) -> AnswerLimits:
+    rollout = config.rollout
+    return AnswerLimits.parse(rollout.answer_lengths, rollout.max_new_tokens, build_sampling_seed(config))
 
 
 def build_gate(config: TrackedConfig) -> StalenessGate:

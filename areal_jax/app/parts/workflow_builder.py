@@ -22,6 +22,7 @@ from areal_jax.agents.python_tool import PythonTool
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM, PYTHON, resolve_tool_sandbox
+from areal_jax.config.drawn_lengths import AnswerLimits
 from areal_jax.config.fields import ConfigError
 from areal_jax.control.episode import Episode
 from areal_jax.control.frictions import LOGPROBS, TEMPERATURE, Frictions
@@ -337,7 +338,7 @@ def _make_own(build: Callable[..., object], spec: str, tokenizer: Tokenizer, con
     return make
 
 
-# Frictions, and the workflow that draws some answers at another temperature.
+# Frictions, the workflow that draws some answers at another temperature, and the one that ends them at drawn lengths.
 
 
 class TwoTemperatures:
@@ -349,6 +350,21 @@ class TwoTemperatures:
     async def run(self, prompt: Prompt, episode: protocols.Episode) -> None:
         chosen = self._other if self._is_other(prompt.draw, episode.sample) else self._usual
         await chosen.run(prompt, episode)
+
+
+class DrawnLimits:
+    """A workflow of one turn that gives each answer a limit of its own. Implements protocols.Workflow.
+
+    Nothing else about the request changes, so any engine or server can answer it.
+    """
+
+    def __init__(self, limits: AnswerLimits, pool: Generator, sampling: SamplingParams, seed: int):
+        self._limits, self._pool, self._sampling, self._seed = limits, pool, sampling, seed
+
+    async def run(self, prompt: Prompt, episode: protocols.Episode) -> None:
+        most = self._limits.of(prompt.draw, episode.sample)
+        sampling = dataclasses.replace(self._sampling, max_new_tokens=most)
+        await SingleTurn(self._pool, sampling, self._seed).run(prompt, episode)
 
 
 def build_frictions(config: TrackedConfig, vocab_size: int) -> Frictions | None:
@@ -380,9 +396,16 @@ def build_frictions(config: TrackedConfig, vocab_size: int) -> Frictions | None:
 
 
 def build_training_workflow(
-    make: WorkflowFactory, frictions: Frictions | None, pool: Generator, sampling: SamplingParams, seed: int
+    make: WorkflowFactory,
+    frictions: Frictions | None,
+    pool: Generator,
+    sampling: SamplingParams,
+    seed: int,
+    limits: AnswerLimits,
 ) -> Workflow:
-    """Builds the workflow of training; evaluations build theirs without frictions."""
+    """Builds the workflow of training; evaluations build theirs without frictions and drawn lengths."""
+    if limits.lengths:
+        make = functools.partial(DrawnLimits, limits)
     usual = make(pool, sampling, seed)
     if frictions is None or not draws_otherwise(frictions):
         return usual
@@ -398,3 +421,13 @@ def draws_otherwise(frictions: Frictions) -> bool:
 def announce(frictions: Frictions) -> None:
     """Prints the frictions to stderr, before anything is generated."""
     print(f'friction is on: {frictions.describe()}', file=sys.stderr, flush=True)
+
+
+def warn_of_lengths(text: str) -> None:
+    """Prints what drawn lengths do to a model that is not random, before anything is generated."""
+    print(
+        f'warning: rollout.answer_lengths={text!r} ends answers at random lengths, for measurements with random '
+        "weights; set it to '' to train this model",
+        file=sys.stderr,
+        flush=True,
+    )

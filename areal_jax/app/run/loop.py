@@ -31,6 +31,7 @@ from areal_jax.app.parts.workflow_builder import (
     build_frictions,
     build_training_workflow,
     load_workflow,
+    warn_of_lengths,
 )
 from areal_jax.app.run.observer import UNDER_WAY, Scores, StepObserver, build_beside, evaluation_row, restore_rows
 from areal_jax.app.run.reports import alone_seconds
@@ -378,6 +379,8 @@ def _build_controller(
     frictions = build_frictions(config, host.model.vocab_size)
     if frictions:
         announce(frictions)
+    if config.rollout.answer_lengths and config.model.source != 'random':
+        warn_of_lengths(config.rollout.answer_lengths)
 
     def save_checkpoint(step: int, arrays: dict[str, Tree], earlier: Mapping[int, Tree], snapshot: State) -> None:
         host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
@@ -400,7 +403,12 @@ def _build_controller(
         stream=build_stream(config, host.task),
         pool=pool,
         workflow=build_training_workflow(
-            host.make_workflow, frictions, pool, sampling, build.build_sampling_seed(config)
+            host.make_workflow,
+            frictions,
+            pool,
+            sampling,
+            build.build_sampling_seed(config),
+            build.build_answer_limits(config),
         ),
         verifier=host.verifier,
         learner=keep_rollouts(site.trace(learner), learner.read_tokens, rollouts),

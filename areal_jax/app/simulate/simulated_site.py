@@ -51,6 +51,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
 from areal_jax.config.declarations import ROOFLINE, TASK, VIRTUAL
+from areal_jax.config.drawn_lengths import Lengths, parse_lengths
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.generation import uses_servers
 from areal_jax.config.kinds import DEVICE, FILES, OWN, find_server
@@ -85,7 +86,6 @@ from areal_jax.simulation.drawn_task import (
     count_prompt,
     keep_lengths,
 )
-from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
     Cluster,
     LearnerDevices,

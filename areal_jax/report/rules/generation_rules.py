@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
+from areal_jax.config.drawn_lengths import AnswerLimits
 from areal_jax.events.schema import (
     DecodeEvent,
     Event,
@@ -300,11 +301,11 @@ class GenerationRules:
     Args:
       keeps_cache: whether answers keep their KV cache under new weights.
       single_turn: whether an answer is one request; else the lengths of answers are not compared with dispatches.
-      max_new_tokens: the bound on the tokens of an answer.
+      answers: the bounds on the tokens of each answer.
     """
 
-    def __init__(self, *, keeps_cache: bool, single_turn: bool, max_new_tokens: int):
-        self._single_turn, self._max_new_tokens = single_turn, max_new_tokens
+    def __init__(self, *, keeps_cache: bool, single_turn: bool, answers: AnswerLimits):
+        self._single_turn, self._limits = single_turn, answers
         self._evaluating = False
         self._answers: dict[str, Answer] = {}  # under way, by request
         self._lengths = PromptLengths()
@@ -455,11 +456,10 @@ class GenerationRules:
             yield f'{name} has {tokens} tokens, and its dispatches gave it {least} to {most}'
         if answer.last is not None:
             yield from self._settle(answer, rest)
-        if (event['reason'] == 'length' and tokens != self._max_new_tokens) or tokens > self._max_new_tokens:
-            yield (
-                f'{name} has {tokens} tokens and ended by {event["reason"]!r}, with {self._max_new_tokens} at most '
-                '(rollout.max_new_tokens)'
-            )
+        most = self._limits.of(event['draw'], event['sample'])
+        if (event['reason'] == 'length' and tokens != most) or tokens > most:
+            ended = f'{tokens} tokens and ended by {event["reason"]!r}'
+            yield f'{name} has {ended}, with {most} at most ({self._limits.field})'
         versions, counts = [version for version, _ in answer.segments], [count for _, count in answer.segments]
         if event['versions'] != versions or event.get('lengths', counts) != counts:
             yield (

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from areal_jax.config.drawn_lengths import AnswerLimits
 from areal_jax.config.kinds import find_server
+from areal_jax.config.training import client_seed
 from areal_jax.control.event_writer import find_edit
 from areal_jax.events.schema import (
     AdmitEvent,
@@ -237,7 +239,7 @@ class Limits:
     max_admitted: int  # groups that the run can train in all
     in_process: bool  # engines load a version before it counts as published
     group_size: int
-    max_new_tokens: int
+    answers: AnswerLimits  # the most tokens of each answer
     keeps_cache: bool  # answers keep their KV cache under new weights
     single_turn: bool  # an answer is one request
     max_token_age: int | None  # age above which a group is dropped; None = no group is
@@ -258,12 +260,20 @@ class Limits:
             max_admitted=int(config['run']['steps']) * batch,
             in_process=find_server(rollout['server']).in_process,
             group_size=int(rollout['group_size']),
-            max_new_tokens=int(rollout['max_new_tokens']),
+            answers=_read_answer_limits(config),
             keeps_cache=rollout['kv_policy'] == 'keep',
             single_turn=rollout['workflow'] == 'single_turn' and not config.get('simulation', {}).get('turns'),
             max_token_age=config['staleness']['max_token_age'] if config['staleness']['over_age'] == 'drop' else None,
             is_inline=config['task']['verifier'] == 'inline',
         )
+
+
+def _read_answer_limits(config: Mapping[str, Any]) -> AnswerLimits:
+    most, text = int(config['rollout']['max_new_tokens']), config['rollout'].get('answer_lengths', '')
+    if not text:
+        return AnswerLimits(most)
+    ours = config['distributed']
+    return AnswerLimits.parse(text, most, client_seed(config['run']['seed'], ours['clients'], ours['client']))
 
 
 def _longest_delay(schedule: str) -> float:
@@ -438,12 +448,12 @@ def _build_parts(limits: Limits, ledger: DrawLedger) -> list[Rules]:
         EngineRules(in_process=limits.in_process, in_order=limits.in_order),
         RequestRules(
             ledger, in_process=limits.in_process, single_turn=limits.single_turn, group_size=limits.group_size,
-            max_new_tokens=limits.max_new_tokens,
+            max_new_tokens=limits.answers.most,
         ),
     ]  # fmt: skip
     if limits.in_process:
         generation = GenerationRules(
-            keeps_cache=limits.keeps_cache, single_turn=limits.single_turn, max_new_tokens=limits.max_new_tokens
+            keeps_cache=limits.keeps_cache, single_turn=limits.single_turn, answers=limits.answers
         )
         parts.append(generation)
     return parts

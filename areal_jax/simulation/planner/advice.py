@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.config.drawn_lengths import parse_lengths
 from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.drawn_answers import GroupMoments, group_moments
-from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.simulation.planner.cluster_load import MEASURED, HostCosts, Layout, Load, Pace, choose_pieces
 from areal_jax.simulation.planner.neighbours import (
     MOST_ETA,

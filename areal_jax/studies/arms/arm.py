@@ -47,6 +47,7 @@ _ONLY: Mapping[str, Value] = {
     'task.reward': '',
     'task.filter': 'none',
     'model.source': 'random',
+    'rollout.answer_lengths': '',
     'rollout.ignore_eos': True,
     'rollout.server': 'in_process',
     'rollout.workflow': 'single_turn',

@@ -10,6 +10,7 @@ import pytest
 
 from areal_jax.app.parts.workflow_builder import build_frictions, build_training_workflow, load_workflow
 from areal_jax.config import TrackedConfig
+from areal_jax.config.drawn_lengths import AnswerLimits
 from areal_jax.control.frictions import Frictions
 from areal_jax.errors import UserError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -33,7 +34,7 @@ class Recorder:
 def scales_of(frictions):
     seen = {}
     make = lambda pool, sampling, seed: Recorder(seen, sampling)
-    workflow = build_training_workflow(make, frictions, None, SAMPLING, 0)
+    workflow = build_training_workflow(make, frictions, None, SAMPLING, 0, AnswerLimits(4))
     for draw in range(5):
         for sample in range(4):
             asyncio.run(workflow.run(types.SimpleNamespace(draw=draw), types.SimpleNamespace(sample=sample)))

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from areal_jax.config.drawn_lengths import parse_lengths
 from areal_jax.simulation.closed_forms import (
     age_of_sawtooth,
     group_age,
@@ -16,7 +17,6 @@ from areal_jax.simulation.closed_forms import (
     update_ends_s,
 )
 from areal_jax.simulation.drawn_answers import group_moments
-from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.simulate.test_simulated_run import read_events, simulate
 

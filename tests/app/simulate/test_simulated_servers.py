@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from areal_jax import main_check_log
+from areal_jax.config.drawn_lengths import parse_lengths
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, LostPeerError
-from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.simulate.test_simulated_run import read_events, simulate, simulate_both_ways
 from tests.app.small import train_until_killed

@@ -1,4 +1,4 @@
-"""simulation/lengths.py: lengths by key, their correlation in a group, and their drift over a run."""
+"""config/drawn_lengths.py: lengths by key, their correlation in a group, and their drift over a run."""
 
 import math
 import statistics
@@ -6,8 +6,8 @@ import statistics
 import numpy as np
 import pytest
 
+from areal_jax.config.drawn_lengths import AnswerLimits, parse_lengths
 from areal_jax.config.fields import ConfigError
-from areal_jax.simulation.lengths import parse_lengths
 
 CAP = 27_648
 
@@ -98,3 +98,26 @@ def test_the_group_share_is_of_the_variance_of_the_logarithm():
     assert len({lengths.draw(0, 4, sample) for sample in range(8)}) == 1
     logs = [math.log(lengths.draw(0, draw, 0)) for draw in range(4000)]
     assert statistics.stdev(logs) == pytest.approx(0.75, rel=0.04)
+
+
+def test_limits_of_answers_have_the_mean_of_the_distribution_cut_off_at_the_most():
+    """E[min(L, 4,096)] of lognormal(1024, 0.75): 1,024 F(d - 0.75) + 4,096 (1 - F(d)), d = 2.223 the cut in sigmas."""
+    limits = AnswerLimits.parse('lognormal(1024, 0.75)', 4096, seed=5)
+    found = np.array([[limits.of(draw, sample) for sample in range(8)] for draw in range(1000)])
+    normal, cut = statistics.NormalDist(), math.log(4096 / 1024) / 0.75 + 0.75 / 2
+    mean = 1024 * normal.cdf(cut - 0.75) + 4096 * (1 - normal.cdf(cut))
+    assert mean == pytest.approx(1005.6, abs=0.05)
+    assert abs(found.mean() - mean) < 3 * found.std() / math.sqrt(found.size)
+    assert (found.min() >= 1, found.max()) == (True, 4096)
+    assert limits.field == 'rollout.answer_lengths'
+
+
+def test_without_lengths_every_answer_has_the_most():
+    limits = AnswerLimits.parse('', 16, seed=5)
+    assert (limits.of(0, 0), limits.of(7, 3), limits.field) == (16, 16, 'rollout.max_new_tokens')
+
+
+def test_answers_with_other_seeds_draws_or_samples_have_other_limits():
+    one, other = (AnswerLimits.parse('uniform(1, 4000000)', 4_000_000, seed) for seed in (1, 2))
+    assert len({one.of(0, 0), one.of(0, 1), one.of(1, 0), other.of(0, 0)}) == 4
+    assert one.of(1, 0) == AnswerLimits.parse('uniform(1, 4000000)', 4_000_000, 1).of(1, 0)

@@ -1,7 +1,8 @@
-"""Lengths of answers, drawn by key: correlated within a group, and drifting over a run if that is asked for.
+"""Lengths of answers, drawn by key, for simulations and for runs with rollout.answer_lengths.
 
 A length is a quantile of sqrt(c) * x + sqrt(1 - c) * y, where x is drawn once for the prompt, y for each answer, and c
 is `group_share`: for lognormal lengths the share of the variance of log L that answers to one prompt have in common.
+In a simulation, lengths may also drift from the first prompt of the run to the last.
 """
 
 from __future__ import annotations
@@ -274,3 +275,29 @@ def parse_lengths(
 def _require_end(draws_of_run: int, what: str) -> None:
     if draws_of_run < 1:
         raise ConfigError(f'{what} over the prompts of the run, and the run has no last one: bound it')
+
+
+ANSWER_LENGTHS = 'rollout.answer_lengths'
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerLimits:
+    """The most tokens of each answer of a training run: rollout.max_new_tokens, or drawn up to it by key."""
+
+    most: int  # rollout.max_new_tokens
+    lengths: Lengths | None = None  # None: every answer may have `most`
+    seed: int = 0  # of sampling
+
+    @classmethod
+    def parse(cls, text: str, most: int, seed: int) -> AnswerLimits:
+        """Parses rollout.answer_lengths; '' draws nothing. Raises ConfigError for a text that is no distribution."""
+        return cls(most, Lengths(parse_distribution(text, ANSWER_LENGTHS), most) if text else None, seed)
+
+    @property
+    def field(self) -> str:
+        """The field that sets the limits."""
+        return ANSWER_LENGTHS if self.lengths else 'rollout.max_new_tokens'
+
+    def of(self, draw: int, sample: int) -> int:
+        """The limit of one answer, a function of seed, draw and sample: also the length that a simulation draws."""
+        return self.lengths.draw(self.seed, draw, sample) if self.lengths else self.most

@@ -1,11 +1,10 @@
-"""simulation/lengths.py: what texts mean, and what is refused."""
+"""config/drawn_lengths.py: what texts mean, and what is refused."""
 
 import statistics
 
 import pytest
 
-from areal_jax.config.fields import ConfigError
-from areal_jax.simulation.lengths import (
+from areal_jax.config.drawn_lengths import (
     Constant,
     Exponential,
     Lognormal,
@@ -15,6 +14,7 @@ from areal_jax.simulation.lengths import (
     parse_distribution,
     same_form,
 )
+from areal_jax.config.fields import ConfigError
 
 
 @pytest.mark.parametrize(
