@@ -330,8 +330,9 @@ def _map(
         results = compute(flat, heads)
     else:
         local = functools.partial(compute, axis_name='tensor')
-        axes = {'token_axes': TOKEN_AXES, 'vocab_axis': 'tensor'}
-        results = over_mesh(local, flat, heads, mesh=stream.mesh, stored=stored, **axes)
+        results = over_mesh(
+            local, flat, heads, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', stored=stored
+        )
     return tuple(stream.unflatten(x) for x in results)
 
 

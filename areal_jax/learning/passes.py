@@ -141,7 +141,7 @@ class Passes:
         # CPU XLA allocates the temporary memory of each program when it is queued. An accelerator adds gradients in a
         # program of their own, and not for a single micro-batch. On a CPU the program of a micro-batch adds its own:
         # XLA rounds the sum together with a gradient's last product there, and the bits of runs stay what they were.
-        self._on_accelerator = mesh.devices.flat[0].platform != 'cpu'
+        self.on_accelerator = mesh.devices.flat[0].platform != 'cpu'
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
@@ -260,7 +260,7 @@ class Passes:
                 yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, rate)
             if settings.learner.accumulate == 'dispatch':
                 given = working, state.frozen, one, training
-                yield ('gradients', given) if self._on_accelerator else ('accumulate', (state.params, *given))
+                yield ('gradients', given) if self.on_accelerator else ('accumulate', (state.params, *given))
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
             scores = settings.scores or settings.diagnostics.splits_ratio or measured
@@ -274,7 +274,7 @@ class Passes:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.params, rate)  # sums of gradients are like params
-            if not self._on_accelerator:
+            if not self.on_accelerator:
                 yield 'zeros', (state.params,)
                 return
             yield 'add_first', (working, working)
@@ -311,8 +311,8 @@ class Passes:
     ) -> StepResult:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
-        working, queued = self.working(state), int(self._on_accelerator)
-        gradients = None if self._on_accelerator else self.programs.run('zeros', state.params)
+        working, queued = self.working(state), int(self.on_accelerator)
+        gradients = None if self.on_accelerator else self.programs.run('zeros', state.params)
         for microbatch in map(self._layout.place, self._layout.split(rows)):  # the next is placed while one runs
             if len(metrics) > queued:  # queue no more, so that programs of other lanes get a turn
                 jax.block_until_ready(metrics[-1 - queued])
@@ -321,7 +321,7 @@ class Passes:
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
-        apply = 'apply_only' if self._on_accelerator and len(metrics) == 1 else 'apply'
+        apply = 'apply_only' if self.on_accelerator and len(metrics) == 1 else 'apply'
         state.params, state.optimizer, step = self.programs.run(
             apply, state.params, state.optimizer, gradients, self._rate(factor)
         )
@@ -335,7 +335,7 @@ class Passes:
         self, gradients: Tree, earlier: int, given: tuple[Tree, ...]
     ) -> tuple[Tree, Mapping[str, jax.Array], jax.Array]:
         """(the sum of the gradients of `earlier` micro-batches and of one more, its metrics, its log-probs)."""
-        if not self._on_accelerator:
+        if not self.on_accelerator:
             return self.programs.run('accumulate', gradients, *given)  # type: ignore[no-any-return]
         added, metrics, logprobs = self.programs.run('gradients', *given)
         if earlier:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.passes import Passes
+from areal_jax.learning.row_layout import RowLayout
 from tests.learning.examples import make_learner, random_groups
 
-WIDE = {'row_tokens': 400, 'row_loss_tokens': 300}  # all of the groups below in one micro-batch
+WIDE: dict[str, Any] = {'row_tokens': 400, 'row_loss_tokens': 300}  # all of the groups below in one micro-batch
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, on_accelerator: bool) -> None:
+    step = Passes.step
+
+    def step_there(passes, *args, **settings):
+        passes.on_accelerator = on_accelerator
+        return step(passes, *args, **settings)
+
+    monkeypatch.setattr(Passes, 'step', step_there)
 
 
 def note_step(learner: SpmdLearner, monkeypatch: pytest.MonkeyPatch, *, on_accelerator: bool) -> list[str]:
     """What an update does, in order: 'place', the names of programs, 'wait N' for micro-batch N, 'read'."""
     events: list[str] = []
     metrics: list[object] = []
-    passes = learner._passes
-    monkeypatch.setattr(passes, '_on_accelerator', on_accelerator)
-    run, place, wait, get = learner.programs.run, passes._layout.place, jax.block_until_ready, jax.device_get
+    pretend(monkeypatch, on_accelerator=on_accelerator)
+    run, place, wait, get = learner.programs.run, RowLayout.place, jax.block_until_ready, jax.device_get
 
     def run_noted(name, *args):
         events.append(name)
@@ -27,9 +40,9 @@ def note_step(learner: SpmdLearner, monkeypatch: pytest.MonkeyPatch, *, on_accel
             metrics.append(made[1])
         return made
 
-    def place_noted(rows):
+    def place_noted(layout, rows):
         events.append('place')
-        return place(rows)
+        return place(layout, rows)
 
     def wait_noted(value):
         events.extend(f'wait {number}' for number, one in enumerate(metrics) if one is value)
@@ -40,7 +53,7 @@ def note_step(learner: SpmdLearner, monkeypatch: pytest.MonkeyPatch, *, on_accel
         return get(value)
 
     monkeypatch.setattr(learner.programs, 'run', run_noted)
-    monkeypatch.setattr(passes._layout, 'place', place_noted)
+    monkeypatch.setattr(RowLayout, 'place', place_noted)
     monkeypatch.setattr(jax, 'block_until_ready', wait_noted)
     monkeypatch.setattr(jax, 'device_get', get_noted)
     learner.update(random_groups(5, 5), version=2)
@@ -81,7 +94,7 @@ def test_an_accelerator_computes_the_step_of_a_cpu(monkeypatch, shape):
     after = []
     for on_accelerator in (False, True):
         learner = make_learner(loss_scale=8.0, **shape)
-        monkeypatch.setattr(learner._passes, '_on_accelerator', on_accelerator)
+        pretend(monkeypatch, on_accelerator=on_accelerator)
         learner.update(random_groups(5, 5), version=2)
         after.append(jax.tree.leaves(learner.state.params))
     start = jax.tree.leaves(make_learner(**shape).state.params)
