@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -124,7 +125,9 @@ def _write(
 
     told = {
         'topology': topology.name, 'chip': topology.chip.name, 'devices': len(topology.devices), 'jax': jax.__version__,
-        'layers': shape.n_layers, 'choices': dict(choices), 'self_checks': 'not run',
+        'layers': shape.n_layers, 'vocabulary': shape.vocab_size,
+        'host_peak_bytes': 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        'choices': dict(choices), 'self_checks': 'not run',
         'complete': len(found) == len(programs), 'programs': [one.as_json() for one in found],
     }  # fmt: skip
     write_json(pathlib.Path(path), told)

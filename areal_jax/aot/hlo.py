@@ -303,8 +303,11 @@ def find_kernels(module: Module) -> dict[str, int]:
     return dict(found.most_common())
 
 
+_MARKERS = ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast')
+
+
 def _is_marker(target: str) -> bool:
-    return target in ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound') or target.startswith('SPMD')
+    return target in _MARKERS or target.startswith(('SPMD', 'PrepareAsyncCall'))
 
 
 def find_copies(module: Module, at_least: int) -> list[Buffer]:
