@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -102,7 +103,7 @@ def _plan(name: str, config: config_dict.ConfigDict, topology: Topology, values:
         print(f'{field}: {choice}')
     for reason in planned.passed_over:
         print(f'passed over: {reason}')
-    return Side(name, shape.n_layers, choices, added, programs)
+    return Side(name, shape.n_layers, shape.vocab_size, choices, added, programs)
 
 
 def _compile(sides: Sequence[Side], topology: Topology, values: flags.FlagValues) -> int:
@@ -151,6 +152,7 @@ def _write(path: str | None, topology: Topology, sides: Sequence[Side]) -> None:
 
     told = {
         'topology': topology.name, 'chip': topology.chip.name, 'devices': len(topology.devices), 'jax': jax.__version__,
+        'host_peak_bytes': 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         'self_checks': 'not run', **_tell(sides[0]),
     }  # fmt: skip
     if len(sides) > 1:
@@ -160,7 +162,8 @@ def _write(path: str | None, topology: Topology, sides: Sequence[Side]) -> None:
 
 def _tell(side: Side) -> dict[str, object]:
     return {
-        'layers': side.layers, 'choices': dict(side.choices), 'xla_flags': dict(side.flags),
+        'layers': side.layers, 'vocabulary': side.vocabulary,
+        'choices': dict(side.choices), 'xla_flags': dict(side.flags),
         'complete': len(side.found) == len(side.programs), 'programs': [one.as_json() for one in side.found],
     }  # fmt: skip
 

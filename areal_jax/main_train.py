@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts, judge_training
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, answer, run_command
-from areal_jax.errors import ExitCode
+from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from absl import flags
+    from ml_collections import config_dict
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -24,6 +25,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     silence_libraries()
     values = _define_flags()
     command = parse_train_command(argv, values, describes=True)
+    if values.accelerator is not None and not values.dry_run:
+        raise UserError(f'--accelerator={values.accelerator!r} is for --dry_run; a run takes the devices that it finds')
 
     set_up_process()
 
@@ -31,10 +34,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print('starting', flush=True)  # importing jax takes seconds
 
     if values.dry_run:
-        from areal_jax.app.parts.sizes import describe_run
-
-        print(describe_run(command.config))
-        return ExitCode.FINISHED
+        return _describe(command.config, values.accelerator)
 
     from areal_jax.app.process.accelerator import use_xla_flags
 
@@ -67,6 +67,23 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     return judge_training(report)
 
 
+def _describe(config: config_dict.ConfigDict, accelerator: str | None) -> ExitCode:
+    """Prints the plan of a run, and with an accelerator whether it fits there."""
+    from areal_jax.app.parts.dry_run import count_devices, describe_run, judge, plan_run, render_verdicts
+
+    if accelerator is None:
+        print(describe_run(plan_run(config)))
+        return ExitCode.FINISHED
+    from areal_jax.aot.topology import describe_accelerator
+
+    topology = describe_accelerator(accelerator, count_devices(config))
+    planned = plan_run(config, topology.devices)
+    verdicts = judge(planned, topology.memory_bytes)
+    print(describe_run(planned))
+    print(f'\n{render_verdicts(verdicts, config, f"{len(topology.devices)} x {topology.chip.name}")}')
+    return ExitCode.FINISHED if all(one.fits for one in verdicts) else ExitCode.USER_ERROR
+
+
 def _describe_stop(workdir: pathlib.Path) -> str:
     if any((workdir / 'checkpoints').glob('step_*')):
         return f'stopped; the same command with --resume goes on from {workdir}/checkpoints'
@@ -85,6 +102,12 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         'dry_run', False, 'Print shapes, shardings and memory of a device; draw and write nothing.', flag_values=values
     )
+    flags.DEFINE_string(
+        'accelerator',
+        None,
+        "For --dry_run: devices that are not here, 'H200', '8 x H100' or 'v5p:2x4x4', and whether the run fits.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         'report', False, 'Print the whole report at the end, as into a pipe; else eight lines.', flag_values=values
     )
@@ -99,7 +122,7 @@ COMMAND = Command(
     purpose='Trains a model by reinforcement learning or by demonstrations, and leaves weights and a report.',
     usage=(
         '--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--report] [--config.SECTION.FIELD=VALUE ...]',
-        '--config=FILE[:ARGUMENT] --dry_run [--config.SECTION.FIELD=VALUE ...]',
+        '--config=FILE[:ARGUMENT] --dry_run [--accelerator=DEVICES] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
     examples="""
@@ -107,9 +130,14 @@ COMMAND = Command(
     areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny
     # more updates of it, with the newest checkpoint as start
     areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny --resume --config.run.steps=30
+    # whether a run fits an accelerator that is not here
+    areal-train --config=configs/tiny_cpu.py --dry_run --accelerator=v5e
     """,
     fields=FIELDS_OF_TRAINING,
-    exits=EXITS_OF_TRAINING,
+    exits={
+        **EXITS_OF_TRAINING,
+        ExitCode.USER_ERROR: f'{EXITS_OF_TRAINING[ExitCode.USER_ERROR]}, or a run that does not fit --accelerator',
+    },
 )
 
 

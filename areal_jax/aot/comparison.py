@@ -26,6 +26,7 @@ class Side:
 
     name: str
     layers: int
+    vocabulary: int
     choices: Mapping[str, str]
     flags: Flags  # of XLA, for each compilation
     programs: Sequence[PlannedProgram]
@@ -79,7 +80,7 @@ def measure(finding: Finding, layers: int) -> dict[str, float | str]:
         'peak': finding.memory.peak,
         **{kind: moved[kind] for kind in hlo.COLLECTIVES if kind in moved},
         **{
-            f'kernels beside {kind}s, a layer': round(covered_a_layer(finding, kind, layers), 2)
+            f'kernels during {kind}s, a layer': round(covered_a_layer(finding, kind, layers), 2)
             for kind in ('all-gather', _SCATTERED)
             if kind in moved
         },

@@ -24,7 +24,8 @@ _BYTES = {
 }  # fmt: skip
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
 _SCATTER = 'all-reduce-scatter'  # begins the name of a TPU's computation that is a reduce-scatter
-_MARKERS = ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound')  # custom calls that launch nothing
+# custom calls that launch nothing
+_MARKERS = ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast')
 _MOVES = {'copy', 'copy-start', 'transpose'}
 _FREE = {'parameter', 'bitcast', 'constant', 'reshape', 'tuple', 'get-tuple-element'}  # no work, no memory of their own
 # whose called computations are applied to elements, or run inside of one launch
@@ -398,7 +399,7 @@ def find_kernels(module: Module) -> dict[str, int]:
 def _is_own_kernel(one: Instruction) -> bool:
     if one.opcode != 'custom-call' or not (target := _TARGET.search(one.rest)):
         return False
-    return target[1] not in _MARKERS and not target[1].startswith('SPMD')
+    return target[1] not in _MARKERS and not target[1].startswith(('SPMD', 'PrepareAsyncCall'))
 
 
 def find_copies(module: Module, at_least: int) -> list[Buffer]:

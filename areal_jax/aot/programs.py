@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
+from areal_jax.aot.expected import UNKNOWN, Expected, bytes_on_device, expect_decoding, expect_learner, expect_prefill
 from areal_jax.app.model.model import build_lora
 from areal_jax.app.parts import learner_builder
+from areal_jax.app.parts.dry_run import join_roles, lay_out
 from areal_jax.app.parts.engines import build_backend, build_serving_backend
-from areal_jax.app.parts.sizes import join_roles
 from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.objectives import find_objective
 from areal_jax.learning.objective.objective import FROM_TEACHER
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
@@ -28,7 +26,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
-from areal_jax.sharding.rules import Allocation, EngineDevices, allocate, mesh_of, nearest_device, path_name
+from areal_jax.sharding.rules import Allocation, EngineDevices, nearest_device, path_name
 from areal_jax.types import Tree
 
 LEARNER, ENGINE = 'learner', 'engine'
@@ -43,6 +41,7 @@ class PlannedProgram:
     mesh: Mesh | None  # None = one device
     beside_bytes: int  # on a device, kept there while it runs and not among its arguments
     lower: Callable[[], jax.stages.Lowered]
+    expected: Expected = UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,7 @@ def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: S
     """
     joined = join_roles(config)
     tracked = TrackedConfig(config) if joined is None else joined
-    generates = find_objective(config.loss.objective).generates
-    allocation = _allocate(tracked, devices, generates=generates)
+    allocation = lay_out(config, devices)
     part, layout = plan_learner(TrackedConfig(config), shape, allocation.learner)
     choices = {'learner.attention': layout.attention, 'learner.packing': layout.packing}
     if shape.experts:
@@ -74,7 +72,7 @@ def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: S
     passed_over = [*layout.passed_over]
     build = build_backend if joined is None else build_serving_backend
     for each in _one_of_each_size(allocation):
-        backend = build(tracked, Decoder(shape, lora=build_lora(tracked)), each)
+        backend = build(tracked, Decoder(shape), each)  # adapters are merged before a version is published
         choices['rollout.attention'] = backend.attention
         passed_over += backend.passed_over
         weights, cache = describe_weights(backend), sum(map(bytes_on_device, jax.tree.leaves(backend.abstract_state())))
@@ -84,8 +82,9 @@ def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: S
         engine_bytes = max(engine_bytes, 2 * version + engines * cache) if on_learner else engine_bytes
         # the next version, which arrives while this one is in use, and what else is on the devices
         beside = version + (engines - 1) * cache + (learner_bytes if on_learner else 0)
-        of_engines += _engine_programs(backend, weights, beside, each)
-    programs = [*_learner_programs(part, kept, engine_bytes, allocation.learner), *of_engines]
+        of_engines += _engine_programs(backend, weights, beside, each, tracked)
+    expect = expect_learner(TrackedConfig(config), shape, allocation.learner)
+    programs = [*_learner_programs(part, kept, engine_bytes, allocation.learner, expect), *of_engines]
     return PlannedRun(programs, choices, list(dict.fromkeys(passed_over)))
 
 
@@ -95,14 +94,6 @@ def _choose_products(dtype: str, shape: ModelConfig, mesh: Mesh) -> str:
     own, width = experts.count // mesh.shape['expert'], experts.d_expert // mesh.shape['tensor']
     demand = Demand(dtype, experts.per_token, own, width, shape.d_model)
     return choose_checked_mixer(nearest_device(mesh), demand).name
-
-
-def _allocate(config: TrackedConfig, devices: Sequence[jax.Device], *, generates: bool) -> Allocation:
-    """The devices of the run; roles of other hosts follow one another over the topology."""
-    learner = dataclasses.replace(parse_learner(config.cluster.learner), hosts=None)
-    if not generates:
-        return Allocation(mesh_of(learner, devices), ())
-    return allocate(learner, parse_engines(config.cluster.engines), devices=devices)
 
 
 def _one_of_each_size(allocation: Allocation) -> list[EngineDevices]:
@@ -130,17 +121,24 @@ def plan_learner(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> tuple
 
 
 def _learner_programs(
-    part: TrainedPart, kept: Sequence[jax.ShapeDtypeStruct], others_bytes: int, mesh: Mesh
+    part: TrainedPart,
+    kept: Sequence[jax.ShapeDtypeStruct],
+    others_bytes: int,
+    mesh: Mesh,
+    expect: Callable[[str, tuple[Tree, ...]], Expected],
 ) -> Iterator[PlannedProgram]:
     """The programs of updates and publications; engines on the same devices hold `others_bytes`."""
+    # sums of the gradients of earlier micro-batches are like the weights
+    sums = sum(map(bytes_on_device, jax.tree.leaves(part.described.params)))
     for programs, name, args in part.declared_programs(exports=True):
         read = args[1:] if name in ('accumulate', 'add') else args  # the first is a sum, described as the weights
         given = {id(leaf) for leaf in jax.tree.leaves(read)}
         beside = others_bytes + sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
+        beside += sums if name == 'gradients' else 0
         rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())
         named = f'{name} {" x ".join(map(str, rows))}'.strip()
         lower = functools.partial(_lower, programs, name, args)
-        yield PlannedProgram(LEARNER, named, mesh if mesh.size > 1 else None, beside, lower)
+        yield PlannedProgram(LEARNER, named, mesh if mesh.size > 1 else None, beside, lower, expect(name, args))
 
 
 def _lower(programs: CompiledPrograms, name: str, args: tuple[Tree, ...]) -> jax.stages.Lowered:
@@ -149,17 +147,22 @@ def _lower(programs: CompiledPrograms, name: str, args: tuple[Tree, ...]) -> jax
 
 
 def _engine_programs(
-    backend: JaxDecodeBackend, weights: PreparedWeights, beside: int, devices: EngineDevices
+    backend: JaxDecodeBackend, weights: PreparedWeights, beside: int, devices: EngineDevices, config: TrackedConfig
 ) -> Iterator[PlannedProgram]:
+    """The programs of an engine; where rows without penalties and cuts have programs of their own, 'plain' ones."""
     mesh, size = backend.placement.mesh, f'of {len(devices)}: ' if len(devices) > 1 else ''
+    shape = backend.placement.decoder.config
     for bucket in backend.declared_prefills:
         prior = f' after {bucket.prior}' if bucket.prior else ''
         lower = functools.partial(backend.lower_prefill, weights, bucket)
-        yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, beside, lower)
+        expected = expect_prefill(config, shape, devices)
+        yield PlannedProgram(ENGINE, f'{size}prefill {bucket.tokens}{prior}', mesh, beside, lower, expected)
     for generation in backend.generations:
+        kind = 'plain ' if generation is not backend.generations[-1] else ''
         for batch in generation.batches:
             lower = functools.partial(generation.lower, weights, backend.abstract_state(), batch)
-            yield PlannedProgram(ENGINE, f'{size}generate {batch}', mesh, beside, lower)
+            expected = expect_decoding(config, shape, devices, batch)
+            yield PlannedProgram(ENGINE, f'{size}generate {kind}{batch}', mesh, beside, lower, expected)
 
 
 def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
@@ -180,9 +183,3 @@ def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
 
 def _list_paths(tree: Tree) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the part of a described array that one device holds."""
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.util
+import math
 import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import cast
 from unittest import mock
 
 import jax
@@ -21,16 +23,17 @@ from areal_jax.simulation.prices import Chip, find_chip
 
 NODE = 8  # GPUs of a host
 _SLICE = re.compile(r'(?:tpu *)?(v\w+|tpu7x):(\d+(?:x\d+)*)', re.IGNORECASE)
-_GPUS = re.compile(r'([1-9]\d{0,5}) *x *(\w[\w -]*)')
+_COUNT = re.compile(r'([1-9]\d{0,5}) *x *(\w[\w -]*)')
+_NAME = re.compile(r'[a-z][\w -]*', re.IGNORECASE)
 _FORMS = "write a TPU slice as 'v5p:2x4x4' or GPUs as '8 x H100'"
-_CHIP_NAMES = {'TPU v7x': 'tpu7x'}  # names of the compiler that are not those of the clouds
+_CHIP_NAMES = {'v7x': 'tpu7x', 'tpu v7x': 'tpu7x'}  # names of the compiler that are not those of the clouds
 _GENERATIONS = {'TPU7x': 'v7x'}  # where they are not the end of the chip's name
 _DEVICES_OF_CHIP = {'TPU7x': 2}  # else 1: both cores of a chip are one device
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices that the compiler knows and this machine does not have."""
+    """Devices that this machine does not have."""
 
     name: str  # as it was asked for
     chip: Chip  # of which a device may be a part
@@ -58,45 +61,105 @@ class Topology:
         return self.chip.flops / self.share
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a text asks for."""
+
+    text: str
+    chip: Chip
+    chips: int | None  # None = not said
+    shape: str = ''  # of a slice: '2x4x4'
+
+
+def _parse(text: str, flag: str, forms: str = _FORMS) -> _Asked:
+    """Parses 'v5p:2x4x4' or '8 x H100'; raises ConfigError in one sentence for an unknown form or chip."""
+    text = text.strip()
+    if match := _SLICE.fullmatch(text):
+        if chips := math.prod(int(size) for size in match[2].split('x')):
+            return _Asked(text, _find_chip(match[1], text, flag), chips, match[2])
+    elif match := _COUNT.fullmatch(text):
+        return _Asked(text, _find_chip(match[2], text, flag), int(match[1]))
+    raise ConfigError(f'{flag}={text!r} is not understood: {forms}')
+
+
+def _find_chip(name: str, text: str, flag: str) -> Chip:
+    try:
+        return find_chip(_CHIP_NAMES.get(name.strip().lower(), name))
+    except ConfigError as error:
+        raise ConfigError(f'{flag}={text!r}: {error}') from error
+
+
+# Devices of which the data sheet is all that is known: for sizes, not for a compiler.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """What layouts read of a device."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int = 0
+
+
+def describe_accelerator(text: str, count: int) -> Topology:
+    """Describes the devices of 'H100', '8 x H100' or 'v5p:2x4x4' without a compiler.
+
+    Args:
+      count: the devices where the text says no number.
+
+    Raises ConfigError in one sentence for an unknown form or chip.
+    """
+    flag = '--accelerator'
+    alone = _NAME.fullmatch(text.strip())
+    asked = _Asked(text, _find_chip(text, text, flag), None) if alone else _parse(text, flag, f"{_FORMS}, or 'H100'")
+    chip = asked.chip
+    number = count if asked.chips is None else asked.chips * _DEVICES_OF_CHIP.get(chip.name, 1)
+    # of no platform and kind that jax knows, so that it asks for no places in a slice and lays meshes out in order
+    described = (_Described(index, chip.name, f'{chip.name}, described') for index in range(number))
+    return Topology(asked.text, chip, tuple(cast(jax.Device, device) for device in described))
+
+
+# Devices that a compiler knows.
+
+
 # GPUs that XLA's compiler is told about, by chip, with the names that their drivers give. All are of one generation, so
 # they differ in memory alone; the numbers in write_target are from its data sheet.
 GPU_NAMES = {'H100 SXM': 'NVIDIA H100 80GB HBM3', 'H800 SXM': 'NVIDIA H800', 'H200 SXM': 'NVIDIA H200'}
 
 
 def describe_topology(text: str) -> Topology:
-    """Describes the devices of 'v5p:2x4x4' or '8 x H100'; nothing runs on them.
+    """Describes the devices of 'v5p:2x4x4' or '8 x H100' for a compiler; nothing runs on them.
 
     Raises ConfigError in one sentence for an unknown form, chip or shape, and for a compiler that is not installed.
     """
-    if match := _SLICE.fullmatch(text.strip()):
-        return _describe_slice(text.strip(), match[1].lower(), match[2])
-    if match := _GPUS.fullmatch(text.strip()):
-        return _describe_gpus(text.strip(), int(match[1]), match[2])
-    raise ConfigError(f'--topology={text!r} is not understood: {_FORMS}')
+    asked = _parse(text, '--topology')
+    if asked.shape:
+        return _describe_slice(asked)
+    return _describe_gpus(asked)
 
 
-def _describe_slice(text: str, kind: str, shape: str) -> Topology:
-    name = f'TPU {kind}' if kind.startswith('v') else kind
-    chip = find_chip(_CHIP_NAMES.get(name, name))
+def _describe_slice(asked: _Asked) -> Topology:
     if importlib.util.find_spec('libtpu') is None:
         raise ConfigError(
-            f'--topology={text!r} needs the TPU compiler, libtpu, which is not installed: '
+            f'--topology={asked.text!r} needs the TPU compiler, libtpu, which is not installed: '
             "pip install 'areal_jax[aot-tpu]'"
         )
-    compiler_name = _CHIP_NAMES.get(name, kind)
+    kind = asked.chip.name.lower().removeprefix('tpu ')
     try:
-        described = topologies.get_topology_desc(f'{compiler_name}:{shape}', platform='tpu')
+        described = topologies.get_topology_desc(f'{kind}:{asked.shape}', platform='tpu')
     except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(f'--topology={text!r} is no slice that the TPU compiler knows: {_reason(error)}') from error
-    return Topology(text, chip, tuple(described.devices))
+        reason = f'is no slice that the TPU compiler knows: {_reason(error)}'
+        raise ConfigError(f'--topology={asked.text!r} {reason}') from error
+    return Topology(asked.text, asked.chip, tuple(described.devices))
 
 
 def _reason(error: Exception) -> str:
     return str(error).partition(':')[2].strip().partition('\n')[0].rstrip('.')
 
 
-def _describe_gpus(text: str, count: int, name: str) -> Topology:
-    chip = find_chip(name)
+def _describe_gpus(asked: _Asked) -> Topology:
+    text, chip, count = asked.text, asked.chip, asked.chips or 0
     if chip.name not in GPU_NAMES:
         known = ', '.join(GPU_NAMES)
         raise ConfigError(f'--topology={text!r}: GPUs can be compiled for as one of {known}; {_FORMS}')

@@ -43,7 +43,7 @@ def finding(temporaries, *covers):
     ]
     memory = Memory(4, 1, temporaries, temporaries + 5, 3)
     return Finding(
-        LEARNER, 'apply', 1.0, memory=memory, limit_bytes=1e6, collectives=collectives, covers=covers, floor_s=0.25,
+        LEARNER, 'apply', 1.0, memory=memory, device_bytes=1e6, collectives=collectives, covers=covers, floor_s=0.25,
         copies=[hlo.Buffer('f32[9]', 36, 2, '')],
     )  # fmt: skip
 
@@ -60,16 +60,16 @@ def test_kernels_of_a_layer_are_those_of_all_passes_by_all_layers():
 def test_bytes_are_those_of_all_exchanges_of_a_kind():
     measured = measure(finding(9, hlo.Cover('reduce-scatter', 2, 100, 3, 4)), 2)
     assert measured == {
-        'temporaries': 9, 'peak': 14, 'reduce-scatter': 700, 'kernels beside reduce-scatters, a layer': 6.0,
+        'temporaries': 9, 'peak': 14, 'reduce-scatter': 700, 'kernels during reduce-scatters, a layer': 6.0,
         'copies': 72, 'least seconds': 0.25,
     }  # fmt: skip
 
 
 def test_programs_are_matched_by_name_and_what_one_side_lacks_is_a_dash():
     refused = Finding(LEARNER, 'apply', 1.0, refusal='no room')
-    alone = Finding(LEARNER, 'export', 1.0, memory=Memory(4, 1, 2 * 10**6, 7, 0), limit_bytes=1e6)
+    alone = Finding(LEARNER, 'export', 1.0, memory=Memory(4, 1, 2 * 10**6, 7, 0), device_bytes=1e6)
     sides = [
-        Side(name, 2, {}, {}, [], list(found))
+        Side(name, 2, 9, {}, {}, [], list(found))
         for name, found in ((GIVEN, [finding(9 * 10**6)]), ('b', [refused, alone]))
     ]
     assert list(compare(sides)) == ['learner: apply', 'learner: export']

@@ -39,6 +39,7 @@ StackFrames
   %kernel = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "block": "{128}"
 }}, metadata={op_name="step/splash"}
+  %mark = f32[8,4]{1,0} custom-call(%x), custom_call_target="PrepareAsyncCallStart"
   %gather = (f32[8,4], f32[16,4]) all-gather-start(%kernel), replica_groups=[2,2]<=[4], metadata={stack_frame_id=2}
   %scatter = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %count = s32[]{:T(128)} get-tuple-element(%arg), index=0

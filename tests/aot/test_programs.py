@@ -115,7 +115,7 @@ def test_a_program_that_is_refused_is_a_finding_with_the_sentence_of_the_compile
 
 
 def test_what_is_kept_beside_a_program_decides_too():
-    finding = lambda beside: Finding(LEARNER, 'apply', 1.0, memory=Memory(4, 1, 2, 7, beside), limit_bytes=10)
+    finding = lambda beside: Finding(LEARNER, 'apply', 1.0, memory=Memory(4, 1, 2, 7, beside), device_bytes=10.6)
     assert finding(3).fits
     assert not finding(4).fits
     assert 'DOES NOT FIT' in render(finding(4))

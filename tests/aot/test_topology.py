@@ -7,6 +7,7 @@ import pytest
 from areal_jax.aot import topology
 from areal_jax.aot.topology import GPU_NAMES, describe_topology, write_target
 from areal_jax.config.fields import ConfigError
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.simulation.prices import find_chip
 
 
@@ -16,15 +17,45 @@ from areal_jax.simulation.prices import find_chip
         ('sixteen', "--topology='sixteen' is not understood: write a TPU slice as 'v5p:2x4x4' or GPUs as '8 x H100'"),
         ('0 x H100', "--topology='0 x H100' is not understood"),
         ('v5p:2x', "--topology='v5p:2x' is not understood"),
-        ('v9z:2x2', "the chip 'TPU v9z' is not known"),
-        ('8 x H1000', "the chip 'H1000' is not known"),
+        ('v9z:2x2', "--topology='v9z:2x2': the chip 'v9z' is not known"),
+        ('8 x H1000', "--topology='8 x H1000': the chip 'H1000' is not known"),
         ('8 x A100', "--topology='8 x A100': GPUs can be compiled for as one of H100 SXM"),
+        ('H100', "--topology='H100' is not understood"),
+        ('16 x v5e', "--topology='16 x v5e': GPUs can be compiled for as one of H100 SXM"),
         ('12 x H100', "--topology='12 x H100': more than 8 GPUs are whole nodes of 8; use a multiple"),
     ],
 )
 def test_a_topology_that_cannot_be_is_refused_in_one_sentence(text, said):
     with pytest.raises(ConfigError) as caught:
         describe_topology(text)
+    assert said in str(caught.value)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('text', 'devices', 'gigabytes'),
+    [
+        ('H200', 3, 141), ('a100', 3, 80), ('8 x H100', 8, 80), ('v5p:2x4x4', 32, 95), ('16 x v5e', 16, 16),
+        ('v6e', 3, 32), ('v7x:2x2x1', 8, 96), ('v7x', 3, 96), ('4 x tpu7x', 8, 96),
+    ],
+)  # fmt: skip
+def test_an_accelerator_has_its_memory_and_as_many_devices_as_said_or_as_a_run_asks_for(text, devices, gigabytes):
+    found = topology.describe_accelerator(text, 3)
+    assert (len(found.devices), found.memory_bytes) == (devices, gigabytes * 1e9)
+    assert make_mesh(fsdp=3, devices=found.devices).shape['fsdp'] == 3
+
+
+@pytest.mark.parametrize(
+    ('text', 'said'),
+    [
+        ('B300', "--accelerator='B300': the chip 'B300' is not known; use one of A100-80 SXM, "),
+        ('v5p:2x0', "--accelerator='v5p:2x0' is not understood: write a TPU slice as 'v5p:2x4x4' or GPUs as"),
+        ('', "--accelerator='' is not understood"),
+    ],
+)
+def test_an_accelerator_that_cannot_be_is_refused_in_one_sentence(text, said):
+    with pytest.raises(ConfigError) as caught:
+        topology.describe_accelerator(text, 1)
     assert said in str(caught.value)
     assert '\n' not in str(caught.value)
 

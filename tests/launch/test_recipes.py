@@ -26,12 +26,12 @@ TAKEN = 0.92  # share of a GPU's memory that the pages let jax take
 DESCRIBE = """
 import json, sys
 from areal_jax.app.command_line import load_config
-from areal_jax.app.parts.sizes import describe_run
+from areal_jax.app.parts.dry_run import describe_run, plan_run
 found = {}
 for name in sys.argv[1:]:
     config = load_config(f'configs/clusters/{name}.py')
     config.model.path = 'configs/shapes/' + ('qwen3_30b_a3b' if '30b' in name else 'qwen3_8b')
-    found[name] = describe_run(config)
+    found[name] = describe_run(plan_run(config))
 print(json.dumps(found))
 """
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -19,12 +18,11 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.learner_builder import build_optimizer
 from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError, Purpose
-from areal_jax.config.kinds import IN_PROCESS, find_channel, find_server
+from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import KL, find_objective, is_policy, reads_reference
 from areal_jax.learning import weights as trees
-from areal_jax.learning.diagnostics.measurement import active_parameters
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params, is_adapter, logical_axes
@@ -64,7 +62,7 @@ def cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGRO
     return limits
 
 
-SHARE = 0.95  # the fraction of a memory that a run may use
+_SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, per running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'teacher', 'critic', 'publication'),
@@ -80,6 +78,16 @@ _KINDS = (
     ),
     *('earlier versions', 'versions for deltas'),
 )
+
+
+def usable_bytes(memory: float) -> int:
+    """Returns the bytes of a memory that a run may use."""
+    return int(_SHARE * memory)
+
+
+def fits(used: float, memory: float) -> bool:
+    """Whether so many bytes fit a memory: the one rule of runs, of their dry runs and of what areal-aot compiles."""
+    return used <= usable_bytes(memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +116,7 @@ def measure_parts(config: config_dict.ConfigDict) -> dict[str, int]:
     """
     on_device, host = _measure_devices(config)
     fullest = max(on_device.values(), key=lambda parts: sum(parts.values()), default={})
-    return _sum(fullest, host)
+    return sum_parts(fullest, host)
 
 
 def _measure_devices(
@@ -123,14 +131,14 @@ def _measure_devices(
     decodes = _by_device(sizes.by_devices) if jax.process_index() == 0 else {}
     on_device = dict.fromkeys(trains, sizes.learner)
     for device, parts in decodes.items():
-        on_device[device] = _sum(on_device.get(device, {}), parts)
+        on_device[device] = sum_parts(on_device.get(device, {}), parts)
     return on_device, sizes.host if decodes else {}
 
 
 def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:
     """Raises ConfigError if engines without a learner do not fit: their weights, caches and dispatch results."""
     tracked = TrackedConfig(config, purpose=Purpose.EVALUATION)
-    _require_room(_by_device(_sizes_of_engines(tracked, read_shape(tracked), allocation)), {}, config)
+    _require_room(_by_device(sizes_of_engines(tracked, read_shape(tracked), allocation)), {}, config)
 
 
 def _require_room(
@@ -142,7 +150,7 @@ def _require_room(
             _require(on_device[device], limit, f'of {device.device_kind}', config)
         return
     where = 'of this machine (or the limit of its cgroup)'
-    _require(_sum(*on_device.values(), host), memory_limit_bytes(), where, config)
+    _require(sum_parts(*on_device.values(), host), memory_limit_bytes(), where, config)
 
 
 def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> Sizes:
@@ -168,11 +176,16 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     if config.diagnostics.splits_ratio:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
         host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
-    by_devices = _sizes_of_engines(config, shape, allocation)
+    by_devices = sizes_of_engines(config, shape, allocation)
     return Sizes(learner, next(iter(by_devices.values()), {}), host, by_devices)
 
 
-def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+def state_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    """Returns the bytes on a device of each tree that the learner's programs take or make, once.
+
+    'trained' and 'frozen' are the weights, 'publication' is one version of them. With float32 passes the trained
+    weights are their own working copy.
+    """
     # only one of several layers with equal shapes is measured: a tree of all of them could itself be too large
     decoder = Decoder(_sample(shape), lora=build_lora(config))
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
@@ -181,24 +194,33 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     optimizer = build_optimizer(config)
     state = jax.eval_shape(optimizer.init, trained)
     placed = optimizer.shardings(trained, cut(trained), replicated(mesh))
-    dtype = config.learner.dtype
     supervised = not find_objective(config.loss.objective).generates
     published = 'float32' if supervised else config.publication.dtype
     merged = Decoder(decoder.config).abstract()
+    return {
+        'trained': count(trained, cut(trained), 'float32'),
+        'frozen': count(frozen, cut(frozen), config.learner.dtype),
+        'optimizer': _of_largest_block(config, shape, state, placed, None),
+        'gradients': _of_largest_block(config, shape, trained, cut(trained), 'float32'),
+        'publication': count(merged, cut(merged), published),
+        'working copy': count(trained, cut(trained), config.learner.dtype),
+    }
+
+
+def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    of_state, dtype = state_sizes(config, shape, mesh), config.learner.dtype
     tokens = (
         config.learner.rows_per_microbatch * config.learner.row_tokens // data_shards(mesh) // mesh.shape['context']
     )
     sizes = {
-        'weights': count(trained, cut(trained), 'float32') + count(frozen, cut(frozen), dtype),
-        'optimizer': _of_largest_block(config, shape, state, placed, None),
-        'gradients': _of_largest_block(config, shape, trained, cut(trained), 'float32'),
-        'publication': count(merged, cut(merged), published),
+        'weights': of_state['trained'] + of_state['frozen'],
+        **{name: of_state[name] for name in ('optimizer', 'gradients', 'publication')},
         'rows': tokens * shape.n_layers * shape.d_model * _itemsize(dtype),
     }
     if dtype != 'float32':
-        sizes['working copy'] = count(trained, cut(trained), dtype)
+        sizes['working copy'] = of_state['working copy']
     if reads_reference(config.loss):
-        sizes['reference model'] = count(trained, cut(trained), dtype)
+        sizes['reference model'] = of_state['working copy']
     if find_objective(config.loss.objective).teacher:
         sizes['teacher'] = _teacher_bytes(config, mesh)
     if config.critic.own_model:
@@ -236,7 +258,7 @@ def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, sha
     return max(outside, (whole - outside) * -(-shape.n_layers // (blocks - 1)) // shape.n_layers)
 
 
-def _sizes_of_engines(
+def sizes_of_engines(
     config: TrackedConfig, shape: ModelConfig, allocation: Allocation
 ) -> dict[EngineDevices, dict[str, int]]:
     """Returns the bytes on each device, by the devices of an engine; engines of one size are measured once."""
@@ -260,20 +282,50 @@ def _engine_sizes(
     """The bytes on each of `devices` with `engines` engines; `tensor` cuts weights and heads, `expert` the experts."""
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
     group = parse_engines(config.cluster.engines).find_group(len(devices))
-    tensor = group.tensor
-    position = 2 * shape.n_kv_heads * shape.head_dim * itemsize // tensor  # of a layer
-    slots, blocks = rollout.slots, _cache_blocks(config, shape, rollout.slots)
+    slots, cache = rollout.slots, cache_bytes(config, shape, devices)
     if config.evaluation.every:
         slots += config.evaluation.slots
-        blocks += _cache_blocks(config, shape, config.evaluation.slots, beside=True)
+        beside = _cache_blocks(config, shape, config.evaluation.slots, beside=True)
+        cache += beside * _block_bytes(config, shape, devices)
     weights, matrices = _engine_weights(shape, devices, group.expert, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
         **_prepared_weights(config, devices, matrices),
-        'KV cache': engines * blocks * rollout.block_tokens * position,
-        'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
+        'KV cache': engines * cache,
+        'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // group.tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # also the results of a dispatch
     }
+
+
+def version_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices, *, prefills: bool = False) -> int:
+    """Returns the bytes of one version of the published weights on each device of an engine.
+
+    Args:
+      prefills: only what a prefill reads. It predicts nothing, so it has no head, and only keys and values of the last
+        layer.
+    """
+    one, repeats = Decoder(_sample(shape)), _repeats(shape)
+    placed = _place_engine(one, devices, parse_engines(config.cluster.engines).find_group(len(devices)).expert)
+    whole = _bytes(one.abstract(), placed, repeats, config.publication.dtype)
+    if not prefills:
+        return whole
+    unread = re.compile(rf'head\b|final_norm|layers/{len(repeats) - 1}/(?!attention_norm|attention/(key|value))')
+    leaves = zip(jax.tree_util.tree_leaves_with_path(one.abstract()), jax.tree.leaves(placed), strict=True)
+    return whole - _itemsize(config.publication.dtype) * sum(
+        math.prod(over.shard_shape(leaf.shape)) for (path, leaf), over in leaves if unread.match(path_name(path))
+    )
+
+
+def cache_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
+    """Returns the bytes of an engine's KV cache on each of its devices, without the one of evaluation."""
+    return _cache_blocks(config, shape, config.rollout.slots) * _block_bytes(config, shape, devices)
+
+
+def _block_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
+    """Returns the bytes on a device of a block of one layer."""
+    tensor = parse_engines(config.cluster.engines).find_group(len(devices)).tensor
+    position = 2 * shape.n_kv_heads * shape.head_dim * _itemsize(config.publication.dtype) // tensor
+    return config.rollout.block_tokens * position
 
 
 def _cache_blocks(config: TrackedConfig, shape: ModelConfig, slots: int, *, beside: bool = False) -> int:
@@ -321,12 +373,19 @@ def _prefill_width(shape: ModelConfig) -> int:
 def _engine_weights(shape: ModelConfig, devices: EngineDevices, expert: int, dtype: str) -> tuple[int, int]:
     """Returns the bytes per device of (all weights, the layers' matrices, which a CPU backend transposes)."""
     one = Decoder(_sample(shape))
-    tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
-    placed = weight_shardings(one, devices, expert) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
+    tree, placed = one.abstract(), _place_engine(one, devices, expert)
     count = lambda tree, placed: _bytes(tree, placed, _repeats(shape), dtype)
     of_matrices = lambda tree, values: jax.tree.map(lambda leaf, v: v if len(leaf.shape) == 2 else None, tree, values)
     layers, over = ({'layers': of_matrices(tree['layers'], values['layers'])} for values in (tree, placed))
     return count(tree, placed), count(layers, over)
+
+
+def _place_engine(decoder: Decoder, devices: EngineDevices, expert: int) -> Params:
+    """Returns the sharding of every published weight over the devices of an engine."""
+    if len(devices) > 1:
+        return weight_shardings(decoder, devices, expert)
+    alone = SingleDeviceSharding(devices[0])
+    return jax.tree.map(lambda _: alone, decoder.abstract())
 
 
 def _held_versions(config: TrackedConfig) -> int:
@@ -368,7 +427,7 @@ def _itemsize(dtype: str | np.dtype) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
-def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
+def sum_parts(*parts: Mapping[str, int]) -> dict[str, int]:
     return {name: sum(part.get(name, 0) for part in parts) for name in _KINDS if any(name in part for part in parts)}
 
 
@@ -379,16 +438,21 @@ def device_memory(device: jax.Device) -> int | None:
 
 def _require(sizes: Mapping[str, int], limit: int, where: str, config: config_dict.ConfigDict) -> None:
     total = sum(sizes.values())
-    if total <= SHARE * limit:
+    if fits(total, limit):
         return
+    raise ConfigError(
+        f'this run needs at least {format_bytes(total)}, activations not counted, but {_SHARE:.0%} of the '
+        f'{format_bytes(limit)} {where} are {format_bytes(usable_bytes(limit))}: {tell_excess(sizes, config)}'
+    )
+
+
+def tell_excess(sizes: Mapping[str, int], config: config_dict.ConfigDict) -> str:
+    """Tells the parts of sizes that do not fit, the largest first, and what lowers them."""
+    total = sum(sizes.values())
     order = sorted(sizes, key=sizes.__getitem__, reverse=True)
     table = ', '.join(f'{name} {format_bytes(sizes[name])}' for name in order if sizes[name] > 0.001 * total)
     fixes = '; '.join(dict.fromkeys(_fix(name, config) for name in order if sizes[name] > 0.1 * total))
-    allowed = int(SHARE * limit)
-    raise ConfigError(
-        f'this run needs at least {format_bytes(total)}, activations not counted, but {SHARE:.0%} of the '
-        f'{format_bytes(limit)} {where} are {format_bytes(allowed)}: {table}. To fit, {fixes}'
-    )
+    return f'{table}. To fit, {fixes}'
 
 
 def _fix(name: str, c: config_dict.ConfigDict) -> str:
@@ -425,88 +489,3 @@ def _cache_fields(c: config_dict.ConfigDict) -> str:
     if c.rollout.cache_tokens:
         return 'rollout.cache_tokens or cluster.engines'
     return 'rollout.slots, rollout.context_tokens or cluster.engines, or set rollout.cache_tokens below their product'
-
-
-# Describes the placement of a run on its devices from the config and the model's shape: no weights, no workdir.
-
-
-_LAYER = re.compile(r'^layers/\d+/')
-
-
-def describe_run(config: config_dict.ConfigDict) -> str:
-    """Returns tables of leaves (shapes, shardings on the learner's mesh) and of bytes per device by purpose.
-
-    Engines of a run in roles are described too if they are of this project. On a CPU, the sizes of engines include the
-    transposed second copy of their matrices.
-    """
-    tracked = TrackedConfig(config)
-    shape = read_shape(tracked)
-    generates = find_objective(config.loss.objective).generates
-    allocation = build.build_allocation(tracked) if generates else Allocation(build.build_mesh(tracked), ())
-    sizes = measure(tracked, shape, allocation)
-    if generates and (joined := join_roles(config)) is not None:
-        allocation = build.build_allocation(joined)
-        of_engines = _sizes_of_engines(joined, shape, allocation)
-        sizes = dataclasses.replace(sizes, engines=next(iter(of_engines.values())), by_devices=of_engines)
-    decoder = Decoder(shape)
-    mesh = ', '.join(f'{name}={size}' for name, size in allocation.learner.shape.items() if size > 1) or '1 device'
-    lines = [
-        f'{shape.family}: {decoder.parameter_count() / 1e9:.2f} billion weights, a token reaches '
-        f'{active_parameters(shape) / 1e9:.2f} billion; learner {mesh}, {len(allocation.engines)} engines',
-        '',
-        *_table(('leaf', 'leaves', 'shape', 'cut over', 'shape on a device'), _leaf_rows(decoder, allocation, tracked)),
-    ]
-    of_device = {'learner, of a device': sizes.learner, **_name_engines(sizes), 'host': sizes.host}
-    for name, parts in of_device.items():
-        if parts:
-            lines += ['', *_table((name, 'bytes'), _size_rows(parts))]
-    return '\n'.join(lines)
-
-
-def join_roles(config: config_dict.ConfigDict) -> TrackedConfig | None:
-    """Returns the config with its engines in the learner's process; None unless they are servers of this project."""
-    server, learner = find_server(config.rollout.server), parse_learner(config.cluster.learner)
-    if server.in_process or not server.has_own_engines:
-        return None
-    joined = config.copy_and_resolve_references()
-    joined.rollout.server = IN_PROCESS.name
-    joined.cluster.learner = str(dataclasses.replace(learner, hosts=None))
-    return TrackedConfig(joined)
-
-
-def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:
-    """Returns the sizes on a device by the name of their table; engines of unequal size get one table per size."""
-    by_size = {len(devices): parts for devices, parts in sizes.by_devices.items()}
-    if len(by_size) < 2:
-        return {'engine, of a device': sizes.engines}
-    return {f'engine of {size} devices, of a device': parts for size, parts in by_size.items()}
-
-
-def _leaf_rows(decoder: Decoder, allocation: Allocation, config: TrackedConfig) -> list[tuple[str, ...]]:
-    """Returns one row per leaf; equal leaves of several layers share a row."""
-    params = decoder.abstract()
-    axes = logical_axes(decoder.config)
-    placed = param_shardings(params, axes, allocation.learner, config.cluster.strategy)
-    rows: collections.Counter[tuple[str, ...]] = collections.Counter()
-    for (path, leaf), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(placed), strict=True
-    ):
-        cut = ', '.join('-' if part is None else _axis_names(part) for part in sharding.spec)
-        own = sharding.shard_shape(leaf.shape)
-        rows[_LAYER.sub('layers/*/', path_name(path)), str(list(leaf.shape)), cut or '-', str(list(own))] += 1
-    return [(name, str(count), shape, cut, own) for (name, shape, cut, own), count in rows.items()]
-
-
-def _axis_names(part: str | Sequence[str]) -> str:
-    return part if isinstance(part, str) else ' x '.join(part)
-
-
-def _size_rows(parts: Mapping[str, int]) -> list[tuple[str, ...]]:
-    rows = [(name, format_bytes(size)) for name, size in parts.items() if size]
-    return [*rows, ('together', format_bytes(sum(parts.values())))]
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for line in (head, *rows):
-        yield '  '.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()

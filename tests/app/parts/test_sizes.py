@@ -8,14 +8,12 @@ import re
 import jax
 import pytest
 
-from areal_jax.app.command_line import load_config
 from areal_jax.app.model.model import build_model
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts import sizes
 from areal_jax.app.parts.engines import build_backend, build_evaluation_backends
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.parts.sizes import describe_run
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError
@@ -287,43 +285,3 @@ def test_layers_with_and_without_experts_are_counted_as_they_are():
     config = TrackedConfig(small_config())
     found = sizes.measure(config, shape, build.build_allocation(config))
     assert found.learner['weights'] == 4 * Decoder(shape).parameter_count()
-
-
-# A run that is only described: the shapes and shardings of its leaves, and what a device would hold.
-
-
-def rows_of(text):
-    return {line.split('  ')[0]: ' '.join(line.split()) for line in text.splitlines()}
-
-
-def test_qwen3_30b_is_cut_over_experts_and_fsdp_and_nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(Decoder, 'init', lambda *_: pytest.fail('weights were drawn'))
-    config = load_config('configs/clusters/qwen3_30b_a3b_h100.py')
-    config.model.path = 'configs/shapes/qwen3_30b_a3b'
-    config.cluster.learner, config.cluster.engines = 'hosts=1 x fsdp=2,expert=2', '1 x expert=4'
-    config.rollout.server = 'own'
-    config.learner.rows_per_microbatch = 4
-    rows = rows_of(text := describe_run(config))
-    assert '30.53 billion weights, a token reaches 3.35 billion; learner fsdp=2, expert=2, 1 engines' in text
-    assert rows['layers/*/mlp/experts/down'].endswith('48 [128, 768, 2048] expert, -, fsdp [64, 768, 1024]')
-    assert rows['layers/*/mlp/router/weight'].endswith('48 [2048, 128] fsdp [1024, 128]')
-    experts = 48 * 128 * 3 * 2048 * 768  # cut by four, all else by two
-    size = 4 * (experts / 4 + (30.532e9 - experts) / 2) / 1e9
-    assert rows['weights'] == f'weights {size:.4g} GB'
-    assert rows['optimizer'] == f'optimizer {2 * size:.4g} GB'
-    # 48 layers, keys and values of 4 heads of 128 in bfloat16, 160 sequences of 8,192 and one block for padding
-    assert rows['KV cache'] == f'KV cache {2 * 48 * 4 * 128 * 2 * (160 * 8192 + 128) / 1e9:.4g} GB'
-
-
-def test_servers_of_others_are_not_described():
-    config = load_config('configs/clusters/qwen3_8b_h100_sglang.py')
-    config.model.path = 'configs/shapes/qwen3_8b'
-    assert 'learner fsdp=8, 0 engines' in describe_run(config)
-
-
-def test_a_dense_model_that_learns_from_data_has_no_engines():
-    config = load_config('configs/sft_tiny.py')
-    text = describe_run(config)
-    assert 'learner 1 device, 0 engines' in text
-    assert 'engine, of a device' not in text
-    assert rows_of(text)['layers/*/mlp/gate/weight'].endswith('2 [64, 128] - [64, 128]')
