@@ -6,7 +6,7 @@ import os
 import pathlib
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from absl import flags
     from ml_collections import config_dict
 
-    from areal_jax.aot.findings import Finding
-    from areal_jax.aot.programs import PlannedProgram
+    from areal_jax.aot.comparison import Side
     from areal_jax.aot.topology import Topology
     from areal_jax.models.families import ModelConfig
 
@@ -32,17 +31,37 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import parse_command
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.config import validate
+    from areal_jax.files import require_local
 
     silence_libraries()
     values = _define_flags()
     command = parse_command(argv, values)
     validate(command.config)
+    for change in values.compare:
+        require_local('--compare', change)
     if values.topology is None:
         raise UserError("--topology is missing: name the devices, as 'v5p:2x4x4' or '8 x H100'")
+    configs = [command.config, *([_parse_other(argv, values.compare)] if values.compare else [])]
 
     from areal_jax.aot.topology import describe_topology
 
-    return _compile(command.config, describe_topology(values.topology), values)
+    topology = describe_topology(values.topology)
+    names = ('as given', ' '.join(values.compare))
+    return _compile([_plan(*side, topology, values) for side in zip(names, configs, strict=False)], topology, values)
+
+
+def _parse_other(argv: Sequence[str], changes: Sequence[str]) -> config_dict.ConfigDict:
+    """The config of the other side of --compare, validated."""
+    from areal_jax.aot.comparison import change_words
+    from areal_jax.app.command_line import parse_command
+    from areal_jax.config import validate
+
+    try:
+        config = parse_command(change_words(argv, changes), _define_flags()).config
+        validate(config)
+    except UserError as error:
+        raise UserError(f'--compare={" ".join(changes)}: {error}') from error
+    return config
 
 
 def _set_up_compilers() -> None:
@@ -59,13 +78,13 @@ def _set_up_compilers() -> None:
         os.environ.setdefault(name, value)
 
 
-def _compile(config: config_dict.ConfigDict, topology: Topology, values: flags.FlagValues) -> int:
-    from areal_jax.aot.findings import compile_program, render
+def _plan(name: str, config: config_dict.ConfigDict, topology: Topology, values: flags.FlagValues) -> Side:
+    """Lists the programs of a config, and prints what was chosen for it."""
+    from areal_jax.aot.comparison import Side
     from areal_jax.aot.programs import plan_programs
-    from areal_jax.aot.topology import take_turn
     from areal_jax.app.model.text_model import read_shape
     from areal_jax.config import TrackedConfig
-    from areal_jax.telemetry.progress import Bar
+    from areal_jax.config.xla_flags import FIELD, choose_flags, describe_flags, read_variable
 
     shape = _cut_layers(read_shape(TrackedConfig(config)), values.layers)
     planned = plan_programs(config, shape, topology.devices)
@@ -75,28 +94,42 @@ def _compile(config: config_dict.ConfigDict, topology: Topology, values: flags.F
             f'--programs={values.programs!r} is in the name of no program; this run has '
             + ', '.join(f'{one.part}: {one.name}' for one in planned.programs)
         )
+    added, choices = choose_flags(config, topology.hardware, os.environ), dict(planned.choices)
+    if topology.hardware:
+        choices[FIELD] = describe_flags(config, added, read_variable(topology.hardware, os.environ))
     layers = f', {shape.n_layers} layers only' if values.layers else ''
-    print(f'{len(programs)} programs for {topology.name}{layers}', flush=True)
-    for field, choice in planned.choices.items():
+    print(f'{len(programs)} programs for {topology.name}{layers}' + (f', {name}' if values.compare else ''), flush=True)
+    for field, choice in choices.items():
         print(f'{field}: {choice}')
     for reason in planned.passed_over:
         print(f'passed over: {reason}')
+    return Side(name, shape.n_layers, shape.vocab_size, choices, added, programs)
+
+
+def _compile(sides: Sequence[Side], topology: Topology, values: flags.FlagValues) -> int:
+    from areal_jax.aot.comparison import render_comparison
+    from areal_jax.aot.findings import compile_program, render
+    from areal_jax.aot.topology import take_turn
+    from areal_jax.telemetry.progress import Bar
+
     print('self-checks of kernels: not run, they need the devices', flush=True)
-    found: list[Finding] = []
+    work = [(side, one) for side in sides for one in side.programs]
     bar = Bar(sys.stderr)
     with take_turn(lambda: print('waiting for another areal-aot on this machine', file=sys.stderr, flush=True)):
         bar.begin('compiling')
         try:
-            for number, one in enumerate(programs):
-                bar.count(number, len(programs), 'programs')
-                found.append(compile_program(one, topology))
-                print(render(found[-1]), flush=True)
-                _write(values.json, topology, shape, planned.choices, found, programs)
+            for number, (side, one) in enumerate(work):
+                bar.count(number, len(work), 'programs')
+                side.found.append(compile_program(one, topology, side.flags))
+                print(render(side.found[-1]), flush=True)
+                _write(values.json, topology, sides)
         finally:
             bar.end()
-    fit = sum(one.fits for one in found)
-    print(f'{fit} of {len(found)} programs fit')
-    return ExitCode.FINISHED if fit == len(found) else ExitCode.USER_ERROR
+    if values.compare:
+        print(render_comparison(sides))
+    fit = sum(side.fitting for side in sides)
+    print(f'{fit} of {len(work)} programs fit')
+    return ExitCode.FINISHED if fit == len(work) else ExitCode.USER_ERROR
 
 
 def _cut_layers(shape: ModelConfig, layers: int | None) -> ModelConfig:
@@ -108,29 +141,31 @@ def _cut_layers(shape: ModelConfig, layers: int | None) -> ModelConfig:
     return shape.cut(layers)
 
 
-def _write(
-    path: str | None,
-    topology: Topology,
-    shape: ModelConfig,
-    choices: Mapping[str, str],
-    found: Sequence[Finding],
-    programs: Sequence[PlannedProgram],
-) -> None:
+def _write(path: str | None, topology: Topology, sides: Sequence[Side]) -> None:
     """Writes what is known so far: a compilation that is stopped leaves the programs before it."""
     if path is None:
         return
     import jax
 
+    from areal_jax.aot.comparison import compare
     from areal_jax.files import write_json
 
     told = {
         'topology': topology.name, 'chip': topology.chip.name, 'devices': len(topology.devices), 'jax': jax.__version__,
-        'layers': shape.n_layers, 'vocabulary': shape.vocab_size,
         'host_peak_bytes': 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        'choices': dict(choices), 'self_checks': 'not run',
-        'complete': len(found) == len(programs), 'programs': [one.as_json() for one in found],
+        'self_checks': 'not run', **_tell(sides[0]),
     }  # fmt: skip
+    if len(sides) > 1:
+        told |= {'other': {'side': sides[1].name, **_tell(sides[1])}, 'compared': compare(sides)}
     write_json(pathlib.Path(path), told)
+
+
+def _tell(side: Side) -> dict[str, object]:
+    return {
+        'layers': side.layers, 'vocabulary': side.vocabulary,
+        'choices': dict(side.choices), 'xla_flags': dict(side.flags),
+        'complete': len(side.found) == len(side.programs), 'programs': [one.as_json() for one in side.found],
+    }  # fmt: skip
 
 
 def _define_flags() -> flags.FlagValues:
@@ -143,6 +178,12 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_string('topology', None, "Devices: 'v5p:2x4x4', '8 x H100'.", flag_values=values)
     flags.DEFINE_string('programs', '', "Only programs with this in their name: 'generate'.", flag_values=values)
     flags.DEFINE_integer('layers', None, 'Only the first N layers of the model.', flag_values=values)
+    flags.DEFINE_multi_string(
+        'compare',
+        [],
+        'Another value, SECTION.FIELD=VALUE, or config file: both sides, side by side.',
+        flag_values=values,
+    )
     define_path(values, 'json', 'File for the numbers, written after every program.')
     return values
 
@@ -150,7 +191,10 @@ def _define_flags() -> flags.FlagValues:
 COMMAND = Command(
     program='areal-aot',
     purpose='Compiles the programs of a run for TPUs or GPUs that are not there: memory, exchanges, kernels, copies.',
-    usage=('--config=FILE[:ARGUMENT] --topology=DEVICES [--programs=TEXT] [--layers=N] [--json=FILE.json]',),
+    usage=(
+        '--config=FILE[:ARGUMENT] --topology=DEVICES [--compare=SECTION.FIELD=VALUE|FILE ...] [--programs=TEXT] '
+        '[--layers=N] [--json=FILE.json]',
+    ),
     flags=_define_flags,
     examples="""
     # the update of a small model on eight chips of TPU v5e
@@ -158,11 +202,15 @@ COMMAND = Command(
         --config.learner.rows_per_microbatch=8
     # what the engines of a recipe compile for one GPU node, with four layers only
     areal-aot --config=configs/clusters/qwen3_8b_h100.py --topology='8 x H100' --programs=generate --layers=4
+    # what the flags of XLA for this hardware change in a micro-batch of the update
+    areal-aot --config=configs/tiny_cpu.py --topology='8 x H100' --config.cluster.learner=fsdp=8 \
+        --config.learner.rows_per_microbatch=8 --programs='learner: gradients' --compare=cluster.xla_flags=off
     """,
     fields=(
         'cluster.learner',
         'cluster.engines',
         'cluster.strategy',
+        'cluster.xla_flags',
         'model.source',
         'model.path',
         'rollout.server',

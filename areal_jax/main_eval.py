@@ -21,6 +21,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.command_line import parse_evaluation_command
     from areal_jax.app.evaluate.evaluation_config import adapt_config, set_benchmark
+    from areal_jax.app.process.accelerator import use_xla_flags
     from areal_jax.app.process.setup import set_up_process, silence_libraries
 
     silence_libraries()
@@ -32,6 +33,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     copy = _require_place(values.json)
 
     set_up_process()
+    use_xla_flags(command.config)
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

@@ -54,6 +54,10 @@ def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts)
 
 
 def _learn(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    from areal_jax.app.process.accelerator import use_xla_flags
+
+    use_xla_flags(command.config)
+
     from areal_jax.app.roles.learner_role import serve_learner
 
     serve_learner(command.config, process)

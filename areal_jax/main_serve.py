@@ -24,6 +24,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
+    from areal_jax.app.process.accelerator import use_xla_flags
     from areal_jax.app.process.setup import find_key, require_key, require_serving, set_up_process, silence_libraries
     from areal_jax.app.roles.server_front import enter_interpreter, find_front
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     require_key(listener, api_key, is_insecure=values.insecure)
 
     set_up_process()
+    use_xla_flags(command.config)
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

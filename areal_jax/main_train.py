@@ -36,6 +36,10 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if values.dry_run:
         return _describe(command.config, values.accelerator)
 
+    from areal_jax.app.process.accelerator import use_xla_flags
+
+    use_xla_flags(command.config)
+
     from areal_jax.app.library import build_run
     from areal_jax.app.roles.learner_role import follow_run, join_processes
     from areal_jax.app.run.reports import tell_end

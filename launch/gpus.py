@@ -1,41 +1,14 @@
-"""The GPUs of this machine, and which process of a run gets which."""
+"""Which process of a run on one machine gets which of its GPUs."""
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ml_collections import config_dict
 
 from areal_jax.config.cluster import ENGINES, LEARNER, parse_engines, parse_learner
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_server
-
-VISIBLE = 'CUDA_VISIBLE_DEVICES'
-_PLATFORMS = {'cuda', 'gpu'}
-_PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')  # the packages without which jax computes on the CPU
-
-
-def find_gpus(environment: Mapping[str, str], devices: pathlib.Path = pathlib.Path('/dev')) -> tuple[str, ...]:
-    """The GPUs that jax would find, as CUDA_VISIBLE_DEVICES names them; () where it computes on the CPU.
-
-    Args:
-      environment: of this process; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES count.
-      devices: the directory with the device files nvidia0, nvidia1 and so on.
-    """
-    asked = environment.get('JAX_PLATFORMS', '')
-    if asked and not _PLATFORMS & set(asked.split(',')):
-        return ()
-    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
-        return ()
-    found = sum(re.fullmatch(r'nvidia\d+', path.name) is not None for path in devices.glob('nvidia*'))
-    if VISIBLE not in environment:
-        return tuple(str(number) for number in range(found))
-    names = [name.strip() for name in environment[VISIBLE].split(',')]
-    end = next((place for place, name in enumerate(names) if name in ('', '-1')), len(names))
-    return tuple(names[:end]) if found else ()  # CUDA reads no further than the first invalid name
 
 
 def share_gpus(config: config_dict.ConfigDict, gpus: Sequence[str]) -> dict[str, str]:

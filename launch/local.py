@@ -18,6 +18,7 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.app.command_line import define_path, parse_train_command
+from areal_jax.app.process.accelerator import VISIBLE, find_gpus
 from areal_jax.app.process.ending import RESUME, end_command
 from areal_jax.app.roles.own_server import SERVERS
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, answer
@@ -27,7 +28,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import SERVER, Launch, find_server, name_launched, resolve
 from areal_jax.errors import ExitCode
 
-from .gpus import VISIBLE, find_gpus, share_gpus
+from .gpus import share_gpus
 from .heartbeats import Heartbeats
 from .programs import Server, Variables, describe_command
 from .roles import run_roles

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from ml_collections import config_dict
 
 from areal_jax import files
+from areal_jax.app.process.accelerator import VISIBLE, find_gpus
 from areal_jax.app.process.ending import Wakeups
 from areal_jax.app.roles.roles import require_roles
 from areal_jax.config.cluster import list_roles
@@ -27,7 +28,7 @@ from areal_jax.config.kinds import SERVER, find_server, resolve
 from areal_jax.errors import ExitCode
 from areal_jax.registry import require_usable
 
-from .gpus import VISIBLE, find_gpus, share_gpus
+from .gpus import share_gpus
 from .heartbeats import Heartbeats, Signs
 from .keeper import SIGNALLED, describe_code
 from .programs import Program, Server, describe_command, say, start_logged

@@ -14,11 +14,14 @@ from areal_jax.aot.expected import UNKNOWN, Expected
 from areal_jax.aot.programs import PlannedProgram
 from areal_jax.aot.topology import Topology
 from areal_jax.app.parts.sizes import fits, usable_bytes
+from areal_jax.config.xla_flags import Flags
 from areal_jax.telemetry.progress import format_bytes
 
 LARGE_COPY = 64 * 10**6  # bytes
 CLOSE = 0.02  # of the dry run's bytes: padding of a device's layout, and small arrays that the dry run does not count
+_LARGE_EXCHANGE = 10**6
 _BUFFERS, _SHOWN = 8, 4
+_WORDS = {'true': True, 'false': False}
 _NO_ROOM = ('RESOURCE_EXHAUSTED', 'Ran out of memory', 'exceeds available', 'out of memory')
 
 
@@ -50,6 +53,7 @@ class Finding:
     device_bytes: float = 0  # the memory of a device
     buffers: Sequence[hlo.Buffer] = ()
     collectives: Sequence[hlo.Collective] = ()
+    covers: Sequence[hlo.Cover] = ()
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
     copies: Sequence[hlo.Buffer] = ()
     flops: float = 0  # of products, on a device; kernels are not counted
@@ -67,11 +71,11 @@ class Finding:
         return dataclasses.asdict(self) | {'fits': self.fits}
 
 
-def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
-    """Compiles a program and reads it; a program that the compiler refuses is a finding too."""
+def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | None = None) -> Finding:
+    """Compiles a program, with flags of XLA, and reads it; a program that the compiler refuses is a finding too."""
     began, worked = time.perf_counter(), _cpu_seconds()
     try:
-        compiled = planned.lower().compile()
+        compiled = planned.lower().compile(compiler_options=_as_options(flags or {}))
     except Exception as error:  # kernels and compilers fail in many ways, and the other programs are still of interest
         return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=_sentence(error))
     seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - worked
@@ -85,6 +89,7 @@ def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
         device_bytes=topology.memory_bytes,
         buffers=hlo.find_buffers(module, _BUFFERS),
         collectives=collectives,
+        covers=hlo.find_covers(module),
         kernels=hlo.find_kernels(module),
         copies=hlo.find_copies(module, LARGE_COPY),
         flops=flops,
@@ -93,6 +98,11 @@ def compile_program(planned: PlannedProgram, topology: Topology) -> Finding:
         expected=planned.expected,
         differs=dict(_compare(memory, planned.expected)),
     )
+
+
+def _as_options(flags: Flags) -> dict[str, str | bool] | None:
+    """The flags as options of one compilation, which takes no 'true' for True."""
+    return {name: _WORDS.get(value.lower(), value) for name, value in flags.items()} or None
 
 
 def _cpu_seconds() -> float:
@@ -168,6 +178,12 @@ def _describe_contents(finding: Finding) -> Iterator[str]:
         yield f'{one.times} x {one.kind} over {one.axes}: {one.array}, {format_bytes(one.bytes)}, {one.source}'
     if (rest := len(finding.collectives) - _SHOWN) > 0:
         yield f'and {rest} smaller kinds of exchange'
+    for cover in finding.covers:
+        if cover.times > 1 and cover.bytes >= _LARGE_EXCHANGE:
+            yield (
+                f'{cover.exchanges} x {cover.kind} of a pass, {format_bytes(cover.bytes)}, covers {cover.kernels} '
+                f'products or kernels, {cover.times} passes'
+            )
     for title, buffers in (('copy', finding.copies), ('buffer', finding.buffers[:_SHOWN])):
         for buffer in buffers[:_SHOWN]:
             yield f'{title} {buffer.array}, {format_bytes(buffer.bytes)}, {buffer.times} x, {buffer.source}'

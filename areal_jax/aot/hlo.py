@@ -23,6 +23,9 @@ _BYTES = {
     'f4e2m1fn': 0.5, 'token': 0, 'opaque': 0,
 }  # fmt: skip
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+_SCATTER = 'all-reduce-scatter'  # begins the name of a TPU's computation that is a reduce-scatter
+# custom calls that launch nothing
+_MARKERS = ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast')
 _MOVES = {'copy', 'copy-start', 'transpose'}
 _FREE = {'parameter', 'bitcast', 'constant', 'reshape', 'tuple', 'get-tuple-element'}  # no work, no memory of their own
 # whose called computations are applied to elements, or run inside of one launch
@@ -77,6 +80,10 @@ class Instruction:
     def op_name(self) -> str:
         found = _OP_NAME.search(self.rest)
         return found[1] if found else ''
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def largest(self) -> Array:
@@ -270,6 +277,17 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cover:
+    """The exchanges of one kind in one computation, and what a device runs while they are under way."""
+
+    kind: str
+    exchanges: int
+    bytes: int  # of all of them, as in Collective, once
+    kernels: int  # products and kernels between their starts and ends, each counted once
+    times: int  # executions of the computation: of the body of a loop, its iterations
+
+
+@dataclasses.dataclass(frozen=True)
 class Buffer:
     """A result of at least some size, or a copy of one."""
 
@@ -281,33 +299,107 @@ class Buffer:
 
 def find_collectives(module: Module, mesh: Mesh | None) -> list[Collective]:
     """Lists the collectives, the most bytes in all first; equal ones are one entry."""
-    found: collections.Counter[tuple[str, str, Array, str]] = collections.Counter()
+    found: collections.Counter[tuple[str, str, str, int, str]] = collections.Counter()
     axes = {} if mesh is None else _groups_by_axes(mesh)
     for computation, instructions in module.computations.items():  # fusions too: a TPU's reduce-scatter is one
-        scatters = computation.startswith('all-reduce-scatter')
+        scatters = computation.startswith(_SCATTER)
+        by_name = {one.name: one for one in instructions}
         for one in instructions:
             kind = 'reduce-scatter' if scatters else one.opcode.removesuffix('-start')
             if one.opcode.removesuffix('-start') in COLLECTIVES and (times := module.times.get(computation, 0)):
-                found[kind, _name_axes(one.rest, axes), one.largest, module.source_of(one)] += times
-    listed = [Collective(kind, on, str(a), a.bytes, times, at) for (kind, on, a, at), times in found.items()]
+                size = _count_moved(one, by_name)
+                found[kind, _name_axes(one.rest, axes), str(one.largest), size, module.source_of(one)] += times
+    listed = [Collective(kind, on, array, size, times, at) for (kind, on, array, size, at), times in found.items()]
     return sorted(listed, key=lambda one: -one.bytes * one.times)
+
+
+def _count_moved(one: Instruction, by_name: Mapping[str, Instruction]) -> int:
+    """Bytes of the larger side of an exchange; several arrays that were combined into one count together."""
+    given = sum(by_name[name].bytes for name in one.operands if name in by_name)
+    result = one.bytes
+    if one.opcode.endswith('-start') and result > given:  # its result has the operands too
+        result -= given
+    return max(given, result)
+
+
+def find_covers(module: Module) -> list[Cover]:
+    """Lists by kind what the exchanges of each computation cover, the largest bytes of a run first.
+
+    A program's text is in the order in which a device launches, so a kernel between start and end of an exchange can
+    run beside it. An exchange without a start covers nothing.
+    """
+    found = []
+    wrapped = {
+        name for one, _ in module.executed() if one.opcode == 'async-start' for name in _CALLED.findall(one.rest)
+    }
+    for name, instructions in module.computations.items():
+        if name in module.inside | wrapped or not (times := module.times.get(name, 0)):
+            continue
+        by_kind: dict[str, list[tuple[int, set[str]]]] = {}
+        for kind, size, covered in _list_exchanges(module, instructions):
+            by_kind.setdefault(kind, []).append((size, covered))
+        for kind, exchanges in by_kind.items():
+            kernels = set[str]().union(*(covered for _, covered in exchanges))
+            found.append(Cover(kind, len(exchanges), sum(size for size, _ in exchanges), len(kernels), times))
+    return sorted(found, key=lambda one: -one.bytes * one.times)
+
+
+def _list_exchanges(module: Module, instructions: Sequence[Instruction]) -> Iterator[tuple[str, int, set[str]]]:
+    """Yields kind, bytes and the names of the covered kernels of each exchange of a computation."""
+    by_name = {one.name: one for one in instructions}
+    under_way: dict[str, set[str]] = {}
+    for one in instructions:
+        if one.opcode.endswith('-update') and one.operands and one.operands[0] in under_way:
+            under_way[one.name] = under_way.pop(one.operands[0])
+        elif one.opcode.endswith('-done'):
+            under_way.pop(one.operands[0] if one.operands else '', None)
+        elif _is_kernel(module, one):
+            for covered in under_way.values():
+                covered.add(one.name)
+        if kind := _find_kind(module, one):
+            covered = set[str]()
+            if one.opcode.endswith('-start'):
+                under_way[one.name] = covered
+            yield kind, _count_moved(one, by_name), covered
+
+
+def _find_kind(module: Module, one: Instruction) -> str:
+    """The kind of the exchange that an instruction makes or starts; '' if it makes none."""
+    if (kind := one.opcode.removesuffix('-start')) in COLLECTIVES:
+        return kind
+    if one.opcode not in ('fusion', 'async-start'):
+        return ''
+    called = _CALLED.findall(one.rest)
+    if any(name.startswith(_SCATTER) for name in called):
+        return 'reduce-scatter'
+    kinds = {inner.opcode for name in called for inner in module.computations.get(name, ())}
+    return next((kind for kind in COLLECTIVES if kind in kinds), '')
+
+
+def _is_kernel(module: Module, one: Instruction) -> bool:
+    """Whether an instruction launches a product of matrices, or a kernel that XLA did not write."""
+    if one.opcode == 'custom-call':
+        return _is_own_kernel(one)
+    if one.opcode == 'fusion':
+        called = _CALLED.findall(one.rest)
+        return any(_is_kernel(module, inner) for name in called for inner in module.computations.get(name, ()))
+    return one.opcode in ('dot', 'convolution')
 
 
 def find_kernels(module: Module) -> dict[str, int]:
     """Counts the launches of kernels that XLA did not write itself, by target and name."""
     found: collections.Counter[str] = collections.Counter()
     for one, times in module.executed():
-        if one.opcode == 'custom-call' and (target := _TARGET.search(one.rest)) and not _is_marker(target[1]):
+        if _is_own_kernel(one) and (target := _TARGET.search(one.rest)):
             name = one.op_name.removesuffix('/pallas_call').rpartition('/')[2]
             found[f'{target[1]} {name}'.strip()] += times
     return dict(found.most_common())
 
 
-_MARKERS = ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast')
-
-
-def _is_marker(target: str) -> bool:
-    return target in _MARKERS or target.startswith(('SPMD', 'PrepareAsyncCall'))
+def _is_own_kernel(one: Instruction) -> bool:
+    if one.opcode != 'custom-call' or not (target := _TARGET.search(one.rest)):
+        return False
+    return target[1] not in _MARKERS and not target[1].startswith(('SPMD', 'PrepareAsyncCall'))
 
 
 def find_copies(module: Module, at_least: int) -> list[Buffer]:

@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.xla_flags import GPU
 from areal_jax.simulation.prices import Chip, find_chip
 
 NODE = 8  # GPUs of a host
@@ -26,6 +27,7 @@ _COUNT = re.compile(r'([1-9]\d{0,5}) *x *(\w[\w -]*)')
 _NAME = re.compile(r'[a-z][\w -]*', re.IGNORECASE)
 _FORMS = "write a TPU slice as 'v5p:2x4x4' or GPUs as '8 x H100'"
 _CHIP_NAMES = {'v7x': 'tpu7x', 'tpu v7x': 'tpu7x'}  # names of the compiler that are not those of the clouds
+_GENERATIONS = {'TPU7x': 'v7x'}  # where they are not the end of the chip's name
 _DEVICES_OF_CHIP = {'TPU7x': 2}  # else 1: both cores of a chip are one device
 
 
@@ -41,6 +43,14 @@ class Topology:
     def share(self) -> int:
         """The devices of one chip."""
         return _DEVICES_OF_CHIP.get(self.chip.name, 1)
+
+    @property
+    def hardware(self) -> str:
+        """What presets of XLA's flags are for, see config/xla_flags.py; '' for devices of a CPU."""
+        if self.devices[0].platform == 'cpu':
+            return ''
+        name = self.chip.name
+        return _GENERATIONS.get(name, name.removeprefix('TPU ')) if self.devices[0].platform == 'tpu' else GPU
 
     @property
     def memory_bytes(self) -> float:

@@ -53,6 +53,8 @@ from areal_jax.config.kinds import CHANNELS, IN_PROCESS, describe_channels, find
 from areal_jax.config.loss import CriticSection, LossSection
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
+from areal_jax.config.xla_flags import AUTO as AUTO_FLAGS
+from areal_jax.config.xla_flags import FlagsText
 
 # The section `model` of the config, and the rules of its fields.
 
@@ -439,6 +441,11 @@ SECTIONS: Mapping[str, Section] = {
         reallocate=Path('off', "moves engines between generation and training: 'off' | 'auto' | 'plan(FILE)'"),
         reallocate_gain=Real(0.1, SHARE_ABOVE_ZERO, 'auto: predicted gain of the time of an update to move for'),
         reallocate_updates=Integer(4, COUNT, 'auto: updates in a row that must predict it, and least between moves'),
+        xla_flags=FlagsText(
+            AUTO_FLAGS,
+            "of XLA on accelerators: 'auto' by hardware, 'off', or own ones 'name=value name=value'; those of the "
+            'environment win, CPUs have none: docs/pods.md',
+        ),
     ),
     'distributed': Section(
         'A learner over several processes, or several runs that average',

@@ -98,6 +98,77 @@ def test_a_transpose_in_a_fusion_is_a_copy_and_small_ones_are_left_out():
     assert hlo.find_buffers(module, 1)[0].array == 'bf16[8192,4096]'  # parameters are no buffers of their own
 
 
+OVERLAPPED = """HloModule jit_step, is_scheduled=true
+
+%product (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %dot.1 = bf16[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%nested (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %inner = bf16[8,8]{1,0} fusion(%p), kind=kCustom, calls=%product
+}
+
+%sum (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %add.1 = bf16[8,8]{1,0} add(%p, %p)
+}
+
+%exchanged (p: bf16[8,8]) -> bf16[2,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %rs = bf16[2,8]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+}
+
+%body (x: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %a = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%nested
+  %first = ((bf16[8,8]{1,0}, bf16[8,8]), (bf16[2,8]{1,0}, bf16[2,8])) reduce-scatter-start(%a, %x), dimensions={0}
+  %b = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%nested
+  %second = ((bf16[8,8]), bf16[2,8], u32[]) async-start(%b), calls=%exchanged
+  %kernel = bf16[8,8]{1,0} custom-call(%b), custom_call_target="__gpu$xla.gpu.triton"
+  %going = ((bf16[8,8]), bf16[2,8], u32[]) async-update(%second)
+  %c = bf16[8,8]{1,0} fusion(%x), kind=kLoop, calls=%sum
+  %marker = bf16[8,8]{1,0} custom-call(%c), custom_call_target="Sharding"
+  %one = (bf16[2,8], bf16[2,8]) reduce-scatter-done(%first)
+  %d = bf16[8,8]{1,0} dot(%kernel, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %two = bf16[2,8] async-done(%going)
+  %e = bf16[8,8]{1,0} dot(%d, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %waited = bf16[8,8]{1,0} all-reduce(%e), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (a: bf16[8,8]) -> bf16[8,8] {
+  %a = bf16[8,8]{1,0} parameter(0)
+  %gather = (bf16[8,8], bf16[32,8]) all-gather-start(%a), dimensions={0}
+  %loop = bf16[8,8]{1,0} while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  ROOT %gathered = bf16[32,8] all-gather-done(%gather)
+}
+"""
+
+
+def test_an_exchange_covers_the_products_and_kernels_between_its_start_and_its_end():
+    covers = {one.kind: one for one in hlo.find_covers(hlo.parse(OVERLAPPED))}
+    scatter = covers['reduce-scatter']
+    # the first one covers b and the kernel, the second one the kernel and d: three in all; no sum, no marker, no e
+    assert (scatter.exchanges, scatter.kernels, scatter.times) == (2, 3, 6)
+    assert scatter.bytes == 3 * 8 * 8 * 2  # what is scattered, of both arrays of the first
+    assert (covers['all-reduce'].kernels, covers['all-reduce'].bytes) == (0, 128)  # it has no start
+    assert (covers['all-gather'].kernels, covers['all-gather'].bytes, covers['all-gather'].times) == (0, 512, 1)
+
+
+def test_arrays_that_are_exchanged_together_count_together():
+    found = {one.kind: one for one in hlo.find_collectives(hlo.parse(OVERLAPPED), None)}
+    sizes = [one.bytes for one in hlo.find_collectives(hlo.parse(OVERLAPPED), None) if one.kind == 'reduce-scatter']
+    assert sorted(sizes) == [128, 256]
+    assert found['all-gather'].bytes == 512
+
+
+def test_a_tpus_reduce_scatter_in_a_fusion_covers_nothing():
+    covers = {one.kind: one for one in hlo.find_covers(hlo.parse(TPU))}
+    assert (covers['reduce-scatter'].kernels, covers['reduce-scatter'].times) == (0, 7)
+    assert covers['reduce-scatter'].bytes == 128  # of its operand
+
+
 @pytest.mark.parametrize(
     ('labels', 'left', 'right', 'out', 'window', 'flops'),
     [

@@ -3,46 +3,19 @@
 import pytest
 
 from areal_jax.app.command_line import load_config
+from areal_jax.app.process.accelerator import VISIBLE
 from areal_jax.app.roles import sglang_server, vllm_server
 from areal_jax.app.roles.server_program import parse_flags
 from areal_jax.config.fields import ConfigError
-from launch import gpus
-from launch.gpus import VISIBLE, find_gpus, share_gpus
+from launch.gpus import share_gpus
 from launch.local import plan_servers
 from launch.roles import plan_roles
-
-
-@pytest.fixture
-def devices(tmp_path, monkeypatch):
-    """A machine with three GPUs and the plugin of jax."""
-    monkeypatch.setattr(gpus.importlib.util, 'find_spec', lambda name: name == 'jax_cuda13_plugin' or None)
-    for name in ('nvidia0', 'nvidia1', 'nvidia2', 'nvidiactl', 'nvidia-uvm', 'sda'):
-        (tmp_path / name).touch()
-    return tmp_path
 
 
 def config_of(learner, engines, server='own'):
     config = load_config('configs/tiny_cpu.py')
     config.cluster.learner, config.cluster.engines, config.rollout.server = learner, engines, server
     return config
-
-
-@pytest.mark.parametrize(('environment', 'found'), [
-    ({}, ('0', '1', '2')),
-    ({'JAX_PLATFORMS': 'cuda,cpu'}, ('0', '1', '2')),
-    ({'JAX_PLATFORMS': 'cpu'}, ()),
-    ({VISIBLE: '4, GPU-8f'}, ('4', 'GPU-8f')),
-    ({VISIBLE: '2,-1,0'}, ('2',)),
-    ({VISIBLE: ''}, ()),
-])  # fmt: skip
-def test_gpus_are_those_that_jax_would_find(devices, environment, found):
-    assert find_gpus(environment, devices) == found
-
-
-def test_without_device_files_or_the_plugin_there_are_none(devices, monkeypatch):
-    assert find_gpus({VISIBLE: '0'}, devices / 'elsewhere') == ()
-    monkeypatch.setattr(gpus.importlib.util, 'find_spec', lambda name: None)
-    assert find_gpus({}, devices) == ()
 
 
 @pytest.mark.parametrize(('learner', 'engines', 'server', 'shared'), [

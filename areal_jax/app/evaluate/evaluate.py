@@ -36,6 +36,7 @@ from areal_jax.app.workdir.run_directory import EvaluationWorkdir, note_weights,
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError, Purpose
+from areal_jax.config.xla_flags import FIELD as XLA_FLAGS
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -110,6 +111,7 @@ class _Evaluation:
         interrupts: StopRequests | None,
     ):
         self.config = TrackedConfig(config, overrides, purpose=Purpose.EVALUATION)
+        self.config.note_used([XLA_FLAGS])  # by the command, before jax
         self._source, self._interrupts = source, interrupts
         self.workdir = EvaluationWorkdir(workdir, self.config.as_dict(), resume=resume)
         self.workdir.require_usable()

@@ -124,6 +124,7 @@ def build_remote_site(
         model, learner, NoCompilations(),
         functools.partial(_open_loop, context, given, peers, entries, learner, dtype),
         devices=_list(entries, 'devices'),
+        xla_flags=str(entries[0].details.get('xla_flags', '')),
         complete_export=functools.partial(_complete_export, context, learner, dtype),
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
+from areal_jax.app.workdir.environment import read_xla_flags
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import LEARNER, LearnerLayout, parse_learner
 from areal_jax.config.fields import ConfigError
@@ -137,4 +138,5 @@ def _describe(attempt: Attempt) -> dict[str, object]:
         'device_ids': [device.id for device in devices],
         'device_kind': devices[0].device_kind,
         'platform': devices[0].platform,
+        'xla_flags': read_xla_flags(devices[0].platform),
     }

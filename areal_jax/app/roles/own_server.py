@@ -14,6 +14,7 @@ import sys
 from ml_collections import config_dict
 
 from areal_jax import files
+from areal_jax.app.process.accelerator import use_xla_flags
 from areal_jax.app.process.ending import Interrupts, code_of_stopped_server
 from areal_jax.app.process.setup import find_key, require_serving
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
@@ -45,6 +46,7 @@ def serve_engine(
 ) -> int:
     """Makes this process an engine of a run in roles; returns its exit code."""
     require_serving(config)
+    use_xla_flags(config)
     with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
         await_controller(process, config, config.distributed.command_deadline_s)
 

@@ -31,6 +31,7 @@ from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.addresses import name_hosts
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError, Purpose
+from areal_jax.config.xla_flags import FIELD as XLA_FLAGS
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -211,6 +212,7 @@ def serve_model(
     version = None if heartbeat is None or model is None else read_published(model)
     with contextlib.ExitStack() as parts:
         tracked = TrackedConfig(adapted, () if heartbeat else overrides, purpose=Purpose.SERVING)
+        tracked.note_used([XLA_FLAGS])  # by the command, before jax
         described = TrackedConfig(config) if version is not None else None
         open_receiver = number_readers(tracked, None if heartbeat is None else heartbeat.workdir)
         source = _Source(version, described)

@@ -611,7 +611,7 @@ class Loop:
         config, clock, tokenizer = context.config, parts.host.clock, parts.host.model.tokenizer
         events = load_events(context.workdir / EVENTS)
         weights, digest = place.find_final_weights()
-        computes_on = hardware(self._site.devices)
+        computes_on = hardware(self._site.devices, self._site.xla_flags)
         facts = RunFacts(
             **context.describe(computes_on),
             compilations=self._site.compilations.count,

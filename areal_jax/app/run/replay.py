@@ -17,6 +17,7 @@ from ml_collections import config_dict
 from areal_jax.app.model.model import Model
 from areal_jax.app.parts.compilations import print_warnings
 from areal_jax.app.parts.host import lane_widths
+from areal_jax.app.process.accelerator import use_xla_flags
 from areal_jax.app.run.loop import Loop, Outside
 from areal_jax.app.run.own_site import build_own_loop, load_model, require_here
 from areal_jax.app.run.run import Built, Run, RunContext, RunKind
@@ -129,6 +130,8 @@ def replay(run: RecordedRun, out: pathlib.Path, paths: Paths, say: Callable[[str
     require_whole(run.events, run.where(EVENTS))
     parts = _split(run)
     configs = [_prepare(run, part.start, paths) for part in parts]
+    if 'xla_flags' in parts[-1].start['config'].get('cluster', {}):  # older runs were compiled without
+        use_xla_flags(configs[-1])
     for sentence in describe_environment(run, [part.start for part in parts]):
         say(sentence)
     for number, (part, config) in enumerate(zip(parts, configs, strict=True), start=1):

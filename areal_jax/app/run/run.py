@@ -40,6 +40,7 @@ from areal_jax.app.workdir.run_directory import (
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import DeviceSplit
+from areal_jax.config.xla_flags import FIELD as XLA_FLAGS
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.lock_step import CopyVersion, VersionRing
@@ -139,6 +140,7 @@ class RunContext:
     ):
         self.workdir = workdir
         self.config = TrackedConfig(settle_config(config, workdir, overrides, resume=resume), overrides)
+        self.config.note_used([XLA_FLAGS])  # by the command, before jax
         self.resume, self.interrupts = resume, interrupts
         self._source, self._own_code, self._started = source, own_code, time.monotonic()
         # a failure at the end, raised after everything else: of the last checkpoint, the export, the token ledger
@@ -427,6 +429,7 @@ class Site(Generic[LearnerT]):
     compilations: Compilations
     open_loop: Callable[[], LoopSite]  # called once, by a run of the asynchronous loop
     devices: Sequence[str] | None = None  # names of the learner's devices; None: jax knows them in this process
+    xla_flags: str = ''  # of the learner's processes, where `devices` are theirs
     trace: Callable[[Learner], Learner] = lambda learner: learner  # traces the updates of telemetry.profile_steps
     # writes WORKDIR/export of final weights and their digest; a failure is kept for the end, after the results
     export: Callable[[Tree, str], None] = lambda weights, digest: None

@@ -9,7 +9,7 @@ import pathlib
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from areal_jax.installation import find_clone, strip_python_path
 
@@ -62,19 +62,27 @@ class Hardware(TypedDict):
     cores: int  # that this process may use
     machine: str  # instruction set
     devices: list[str]
+    xla_flags: NotRequired[str]  # with which the learner's programs were compiled; absent on CPUs and without flags
 
 
-def hardware(devices: Sequence[str] | None = None) -> Hardware:
+def hardware(devices: Sequence[str] | None = None, xla_flags: str = '') -> Hardware:
     """Returns the cores this process may use, the instruction set, and accelerators, also of other processes.
 
-    Starts jax to find its devices if `devices` is None.
+    Starts jax to find its devices and their flags if `devices` is None.
     """
     if devices is None:
         import jax
 
-        devices = [str(device) for device in jax.local_devices()]
+        local = jax.local_devices()
+        devices, xla_flags = [str(device) for device in local], read_xla_flags(local[0].platform)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return {'cores': cores, 'machine': platform.machine(), 'devices': list(devices)}
+    found: Hardware = {'cores': cores, 'machine': platform.machine(), 'devices': list(devices)}
+    return {**found, 'xla_flags': xla_flags} if xla_flags else found
+
+
+def read_xla_flags(of: str) -> str:
+    """The flags of XLA in the environment of this process for a platform of jax; '' for the CPU."""
+    return os.environ.get(_VARIABLES.get(of, ''), '')
 
 
 # The environment, as far as the numbers of a run depend on it: written at every start, compared before a replay.
@@ -82,7 +90,11 @@ def hardware(devices: Sequence[str] | None = None) -> Hardware:
 
 _CPU_INFO = pathlib.Path('/proc/cpuinfo')  # of Linux
 _FLAGS = ('flags', 'Features')  # x86, Arm
-_SETTINGS = ('XLA_FLAGS', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64', 'JAX_PLATFORMS', 'OMP_NUM_THREADS')
+_VARIABLES = {'gpu': 'XLA_FLAGS', 'tpu': 'LIBTPU_INIT_ARGS'}  # that compilers read, by the platform's name in jax
+_SETTINGS = (
+    *_VARIABLES.values(),
+    *('JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64', 'JAX_PLATFORMS', 'OMP_NUM_THREADS'),
+)
 _MOST_FLAGS = 8  # named in a sentence
 
 

@@ -38,7 +38,8 @@ _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', DIRECTORY, PROLONG
 # the devices and the form of a computation may change between starts: checkpoints are read by regions, one leaf per
 # layer
 _MAY_CHANGE = (
-    *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
+    *('cluster.learner', 'cluster.strategy', 'cluster.xla_flags', 'distributed.'),
+    *('learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.sandbox', 'task.max_filtered_groups'),
     *('run.compilation_', 'run.export', 'server.'),
