@@ -74,6 +74,9 @@ class Finding:
 def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | None = None) -> Finding:
     """Compiles a program, with flags of XLA, and reads it; a program that the compiler refuses is a finding too."""
     began, worked = time.perf_counter(), _cpu_seconds()
+    given = (planned.expected.arguments or 0) + planned.beside_bytes
+    if topology.memory_bytes and not fits(given, topology.memory_bytes):
+        return Finding(planned.part, planned.name, 0.0, refusal=_say_no_room(given, topology))
     try:
         compiled = planned.lower().compile(compiler_options=_as_options(flags or {}))
     except Exception as error:  # kernels and compilers fail in many ways, and the other programs are still of interest
@@ -97,6 +100,14 @@ def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | 
         cpu_seconds=cpu_seconds,
         expected=planned.expected,
         differs=dict(_compare(memory, planned.expected)),
+    )
+
+
+def _say_no_room(given: float, topology: Topology) -> str:
+    room = format_bytes(usable_bytes(topology.memory_bytes))
+    return (
+        f'its arguments and what stays beside them take {format_bytes(given)} of the {room} of a device; '
+        'use more devices, or a smaller model or cache'
     )
 
 

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from areal_jax.aot import programs as planned
+from areal_jax.aot.expected import Expected
 from areal_jax.aot.findings import Finding, Memory, compile_program, render
 from areal_jax.aot.programs import ENGINE, LEARNER, describe_weights, plan_programs
 from areal_jax.aot.topology import Topology
@@ -15,6 +16,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.simulation.prices import V5E
+from areal_jax.telemetry.progress import format_bytes
 from tests.app.small import small_config
 
 CUT = {'cluster__learner': 'fsdp=2', 'cluster__engines': '1 x tensor=1', 'learner__rows_per_microbatch': 2}
@@ -112,6 +114,20 @@ def test_a_program_that_is_refused_is_a_finding_with_the_sentence_of_the_compile
     found = compile_program(planned.PlannedProgram(ENGINE, 'generate 8', None, 0, refuse), Topology('x', V5E, ()))
     assert (found.fits, found.refusal) == (False, 'heads of 100 lanes')
     assert render(found) == 'engine: generate 8  does not compile: heads of 100 lanes'
+
+
+def test_a_program_whose_arguments_have_no_room_is_not_compiled():
+    def lower():
+        raise AssertionError('it is compiled')
+
+    topology = Topology('four', V5E, tuple(jax.devices()[:4]))
+    large = int(topology.memory_bytes)
+    told = Expected(arguments=large // 2)
+    found = compile_program(planned.PlannedProgram(LEARNER, 'apply', None, large // 2, lower, told), topology)
+    assert not found.fits
+    assert found.refusal.startswith(
+        f'its arguments and what stays beside them take {format_bytes(2 * (large // 2))} of'
+    )
 
 
 def test_what_is_kept_beside_a_program_decides_too():
