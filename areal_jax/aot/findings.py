@@ -47,7 +47,7 @@ class Finding:
 
     part: str
     name: str
-    seconds: float  # of tracing, lowering and compiling, on this machine
+    seconds: float  # of tracing, lowering and compiling, on this machine; 0 = its arguments have no room
     refusal: str = ''
     memory: Memory | None = None
     device_bytes: float = 0  # the memory of a device
@@ -103,7 +103,7 @@ def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | 
     )
 
 
-def _say_no_room(given: float, topology: Topology) -> str:
+def _say_no_room(given: int, topology: Topology) -> str:
     room = format_bytes(usable_bytes(topology.memory_bytes))
     return (
         f'its arguments and what stays beside them take {format_bytes(given)} of the {room} of a device; '
@@ -163,7 +163,7 @@ def render(finding: Finding) -> str:
     """Renders a program as a line of its memory and verdict, and indented lines of what was found."""
     head = f'{finding.part}: {finding.name}'
     if finding.memory is None:
-        return f'{head}  does not compile: {finding.refusal}'
+        return f'{head}  {"does not compile" if finding.seconds else "DOES NOT FIT"}: {finding.refusal}'
     memory = finding.memory
     verdict = 'fits' if finding.fits else 'DOES NOT FIT'
     parts = [('arguments', memory.arguments), ('outputs', memory.outputs), ('temporaries', memory.temporaries),
