@@ -64,9 +64,10 @@ def expect_learner(
         tokens = next((arg['tokens'].size for arg in args if isinstance(arg, dict) and 'tokens' in arg), 0)
         flops = 2 * _PASSES[name] * _active(counted, share) * tokens / mesh.size if name in _PASSES else None
         made = _MADE.get(name)
+        scored = 4 * next((arg['targets'].size for arg in args if isinstance(arg, dict) and 'targets' in arg), 0)
         return Expected(
             sum(sizes[tree] for tree in taken) + sum(map(bytes_on_device, given)),
-            None if made is None else sum(sizes[tree] for tree in made),
+            None if made is None else sum(sizes[tree] for tree in made) + scored,  # log-probs are on every device
             flops,
         )
 
