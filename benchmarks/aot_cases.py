@@ -148,7 +148,7 @@ def judge(case: Case, told: Mapping[str, Any]) -> list[str]:
     for name, program in programs.items():
         at = f'{case.name}: {name}'
         if program['memory'] is None:
-            faults.append(f'{at} does not compile: {program["refusal"]}')
+            faults.append(f'{at} {program["refusal"]}')
             continue
         if case.bounds and name not in case.bounds:
             faults.append(f'{at} has no bounds; --record writes them')

@@ -71,7 +71,7 @@ def covered_a_layer(finding: Finding, kind: str, layers: int) -> float:
 def measure(finding: Finding, layers: int) -> dict[str, float | str]:
     """What is compared of a program, by name; bytes and counts are those of a device in one run."""
     if finding.memory is None:
-        return {'does not compile': finding.refusal}
+        return {'refused': finding.refusal}
     moved: collections.Counter[str] = collections.Counter()
     for one in finding.collectives:
         moved[one.kind] += one.bytes * one.times

@@ -47,8 +47,8 @@ class Finding:
 
     part: str
     name: str
-    seconds: float  # of tracing, lowering and compiling, on this machine; 0 = its arguments have no room
-    refusal: str = ''
+    seconds: float  # of tracing, lowering and compiling, on this machine
+    refusal: str = ''  # 'does not compile: ...', or 'DOES NOT FIT: ...' where its arguments alone have no room
     memory: Memory | None = None
     device_bytes: float = 0  # the memory of a device
     buffers: Sequence[hlo.Buffer] = ()
@@ -80,7 +80,8 @@ def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | 
     try:
         compiled = planned.lower().compile(compiler_options=_as_options(flags or {}))
     except Exception as error:  # kernels and compilers fail in many ways, and the other programs are still of interest
-        return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=_sentence(error))
+        said = f'does not compile: {_sentence(error)}'
+        return Finding(planned.part, planned.name, time.perf_counter() - began, refusal=said)
     seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - worked
     module, memory = hlo.parse(compiled.as_text() or ''), read_memory(compiled, planned.beside_bytes)
     collectives, flops = hlo.find_collectives(module, planned.mesh), hlo.count_flops(module)
@@ -106,7 +107,7 @@ def compile_program(planned: PlannedProgram, topology: Topology, flags: Flags | 
 def _say_no_room(given: int, topology: Topology) -> str:
     room = format_bytes(usable_bytes(topology.memory_bytes))
     return (
-        f'its arguments and what stays beside them take {format_bytes(given)} of the {room} of a device; '
+        f'DOES NOT FIT: its arguments and what stays beside them take {format_bytes(given)} of the {room} of a device; '
         'use more devices, or a smaller model or cache'
     )
 
@@ -163,7 +164,7 @@ def render(finding: Finding) -> str:
     """Renders a program as a line of its memory and verdict, and indented lines of what was found."""
     head = f'{finding.part}: {finding.name}'
     if finding.memory is None:
-        return f'{head}  {"does not compile" if finding.seconds else "DOES NOT FIT"}: {finding.refusal}'
+        return f'{head}  {finding.refusal}'
     memory = finding.memory
     verdict = 'fits' if finding.fits else 'DOES NOT FIT'
     parts = [('arguments', memory.arguments), ('outputs', memory.outputs), ('temporaries', memory.temporaries),

@@ -165,7 +165,7 @@ def over_mesh(
 
 def _with_rows(stored: PartitionSpec, vocab_axis: str, mesh: Mesh) -> PartitionSpec:
     """The sharding in which a head enters: as stored, or with its rows over `vocab_axis` where these are whole."""
-    rows, *others = (*stored, None)[: max(len(stored), 1)]
+    rows, *others = tuple(stored) or (None,)
     if rows is None or mesh.shape[vocab_axis] > 1:
         rows = vocab_axis
     return PartitionSpec(rows, *others)
@@ -235,7 +235,8 @@ def sum_blocks_over(mesh: Mesh, axis: str, vocabulary: int) -> Callable[[jax.Arr
     """
     devices = mesh.shape[axis]
     size, rest = divmod(vocabulary, devices)
-    if rest or size % VOCABULARY_BLOCK == 0 or size < VOCABULARY_BLOCK:  # not sharded, nothing crosses, or it is small
+    is_whole = devices == 1 or rest  # what devices do not divide is not sharded
+    if is_whole or size % VOCABULARY_BLOCK == 0 or size < VOCABULARY_BLOCK:  # no block crosses, or all are small
         return sum_blocks
     most = -(-size // VOCABULARY_BLOCK)  # blocks that begin in a slice
     counts = [len(range(-size * device % VOCABULARY_BLOCK, size, VOCABULARY_BLOCK)) for device in range(devices)]

@@ -112,7 +112,7 @@ def test_a_program_that_is_refused_is_a_finding_with_the_sentence_of_the_compile
         raise ValueError('heads of 100 lanes\nare not supported')
 
     found = compile_program(planned.PlannedProgram(ENGINE, 'generate 8', None, 0, refuse), Topology('x', V5E, ()))
-    assert (found.fits, found.refusal) == (False, 'heads of 100 lanes')
+    assert (found.fits, found.refusal) == (False, 'does not compile: heads of 100 lanes')
     assert render(found) == 'engine: generate 8  does not compile: heads of 100 lanes'
 
 
@@ -126,7 +126,7 @@ def test_a_program_whose_arguments_have_no_room_is_not_compiled():
     found = compile_program(planned.PlannedProgram(LEARNER, 'apply', None, large // 2, lower, told), topology)
     assert not found.fits
     assert found.refusal.startswith(
-        f'its arguments and what stays beside them take {format_bytes(2 * (large // 2))} of'
+        f'DOES NOT FIT: its arguments and what stays beside them take {format_bytes(2 * (large // 2))} of'
     )
 
 

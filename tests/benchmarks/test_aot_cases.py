@@ -59,7 +59,7 @@ MORE = {
     'bytes': ({'memory': PROGRAM['memory'] | {'temporaries': 5100}}, ['temporaries 0.0051 MB over 0.005 MB; 3 x ']),
     'arithmetic': ({'flops': 9e9}, ['arithmetic 1.500 over 1.333']),
     'no room': ({'fits': False}, ['does not fit a device']),
-    'a refusal': ({'memory': None, 'refusal': 'no tiling'}, ['does not compile: no tiling']),
+    'a refusal': ({'memory': None, 'refusal': 'does not compile: no tiling'}, ['does not compile: no tiling']),
     'an hour': ({'cpu_seconds': 3600.0}, ['took 3600 s of the CPU to compile']),
 }
 

@@ -130,8 +130,7 @@ def replay(run: RecordedRun, out: pathlib.Path, paths: Paths, say: Callable[[str
     require_whole(run.events, run.where(EVENTS))
     parts = _split(run)
     configs = [_prepare(run, part.start, paths) for part in parts]
-    if 'xla_flags' in parts[-1].start['config'].get('cluster', {}):  # older runs were compiled without
-        use_xla_flags(configs[-1])
+    use_xla_flags(configs[-1])
     for sentence in describe_environment(run, [part.start for part in parts]):
         say(sentence)
     for number, (part, config) in enumerate(zip(parts, configs, strict=True), start=1):

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from areal_jax.rollout.decode.attention.loops import BlocksFirst, HeadsFirst, LayerCache, Sums, finish, join
 
@@ -207,6 +206,8 @@ class PallasTpuAttention(BlocksFirst):
         return (pages.at[blocks, offsets].set(pairs.reshape(len(k), *pages.shape[2:])),)
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        from jax.experimental.layout import Layout, with_layout_constraint
+
         (pages,) = layer
         # in the cache's own layout: XLA would copy the whole cache to another one for what reads these blocks
         found = with_layout_constraint(pages[blocks], Layout(tuple(range(pages.ndim))))
