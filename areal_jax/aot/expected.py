@@ -55,6 +55,7 @@ def expect_learner(
     """Returns a function that tells of a program of the learner, by name and described arguments."""
     sizes = {**state_sizes(config, shape, mesh), _UNREAD: 0}
     counted = shape_of('', shape)
+    by_token = 8 if shape.experts else 4  # log-probs, and in how many layers its route differs: of all rows, everywhere
     share = config.learner.row_loss_tokens / config.learner.row_tokens  # of the tokens that the head sees
 
     def expect(name: str, args: tuple[Tree, ...]) -> Expected:
@@ -64,10 +65,10 @@ def expect_learner(
         tokens = next((arg['tokens'].size for arg in args if isinstance(arg, dict) and 'tokens' in arg), 0)
         flops = 2 * _PASSES[name] * _active(counted, share) * tokens / mesh.size if name in _PASSES else None
         made = _MADE.get(name)
-        scored = 4 * next((arg['targets'].size for arg in args if isinstance(arg, dict) and 'targets' in arg), 0)
+        scored = by_token * next((arg['targets'].size for arg in args if isinstance(arg, dict) and 'targets' in arg), 0)
         return Expected(
             sum(sizes[tree] for tree in taken) + sum(map(bytes_on_device, given)),
-            None if made is None else sum(sizes[tree] for tree in made) + scored,  # log-probs are on every device
+            None if made is None else sum(sizes[tree] for tree in made) + scored,
             flops,
         )
 

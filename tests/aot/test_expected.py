@@ -19,11 +19,14 @@ CUT = {
     'learner__dtype': 'bfloat16', 'publication__dtype': 'bfloat16', 'model__n_kv_heads': 2, 'model__d_model': 64,
     'model__d_ff': 128, 'model__n_layers': 1, 'rollout__context_tokens': 128,
 }  # fmt: skip
+EXPERTS = {'model__family': 'qwen3_moe', 'model__experts': 4}
 FORMS = [
     (LEARNER, 'export', {'lora__rank': 4, 'cluster__engines': '1 x shared'}),
     (LEARNER, 'cast', {}),
     (LEARNER, 'zeros', {}),
     (LEARNER, 'apply', {'optimizer__name': 'lion'}),
+    # rows so long that what is told of each token is an eighth of the gradients
+    (LEARNER, 'accumulate 2 x 1024', {'learner__row_tokens': 1024, 'learner__row_loss_tokens': 1024, **EXPERTS}),
     (ENGINE, 'of 2: prefill 16', {}),
     (ENGINE, 'generate 1', {'lora__rank': 4, 'cluster__engines': '1 x tensor=1'}),
 ]  # fmt: skip
