@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,10 @@ from areal_jax.models.weight_rows import (
     GPT_OSS,
     MLP,
     OLMO3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    MixerKind,
     Weight,
     experts,
 )
@@ -125,6 +129,26 @@ class ExpertFields:
     has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
     d_ff: int | None = None  # of dense layers
     swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
+    d_shared: tuple[str, int] | None = None  # width of an expert that every token reaches; None = there is none
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of gated delta nets (arXiv 2412.06464), which have a state of fixed size in place of keys and values."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads; value head h reads key head h // (value_heads / key_heads)
+    key_dim: int  # of a head; so is value_dim
+    value_dim: int
+    taps: int = 4  # tokens of the convolution by channel before the rule, the token itself included
+
+    def __post_init__(self) -> None:
+        for name in ('key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps'):
+            COUNT.require(f'delta.{name}', getattr(self, name))
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f'delta.value_heads={self.value_heads} is not a multiple of delta.key_heads={self.key_heads}'
+            )
 
 
 EXPERT_COUNTS = ('num_experts', 'num_local_experts')
@@ -159,6 +183,12 @@ class Family:
     scales_embedding: bool = False  # by sqrt(d_model)
     score_scalar: int | None = None  # default of query_pre_attn_scalar, whose root divides scores; None = no field
     sinks: bool = False
+    gated_attention: bool = False
+    rotary_fraction: float = 1.0  # default of partial_rotary_factor
+    delta: DeltaNet | None = None  # defaults of the linear_* fields of a family with delta nets
+    full_attention_every: int = (
+        0  # default of full_attention_interval: every n-th layer has attention, others delta nets
+    )
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # defaults of sizes, by their fields
     experts: ExpertFields | None = None
     weights: tuple[Weight, ...] = COMMON
@@ -173,6 +203,7 @@ class Family:
             'centred_norms': self.centred_norms,
             'activation': self.activation,
             'sinks': self.sinks,
+            'gated_attention': self.gated_attention,
         }
 
 
@@ -289,6 +320,63 @@ FAMILIES = {
         ),
         weights=GPT_OSS,
     ),
+    'qwen3_5_text': Family(
+        'Qwen3_5ForCausalLM',
+        32768,
+        4,
+        256,
+        'field',
+        qk_norm=True,
+        centred_norms=True,
+        gated_attention=True,
+        rotary_fraction=0.25,
+        delta=DeltaNet(16, 32, 128, 128),
+        full_attention_every=4,
+        weights=QWEN3_5,
+    ),
+    'qwen3_5_moe_text': Family(
+        'Qwen3_5MoeForCausalLM',
+        32768,
+        2,
+        256,
+        'field',
+        qk_norm=True,
+        centred_norms=True,
+        gated_attention=True,
+        rotary_fraction=0.25,
+        delta=DeltaNet(16, 32, 128, 128),
+        full_attention_every=4,
+        experts=ExpertFields(
+            ('num_experts', 256),
+            8,
+            ('moe_intermediate_size', 512),
+            normalised=True,
+            d_shared=('shared_expert_intermediate_size', 512),
+        ),
+        weights=QWEN3_5_MOE,
+    ),
+    'qwen3_next': Family(
+        'Qwen3NextForCausalLM',
+        32768,
+        2,
+        256,
+        'field',
+        qk_norm=True,
+        centred_norms=True,
+        gated_attention=True,
+        rotary_fraction=0.25,
+        delta=DeltaNet(16, 32, 128, 128),
+        full_attention_every=4,
+        experts=ExpertFields(
+            ('num_experts', 512),
+            10,
+            ('moe_intermediate_size', 512),
+            has_dense_layers=True,
+            d_ff=5632,
+            d_shared=('shared_expert_intermediate_size', 512),
+        ),
+        weights=QWEN3_NEXT,
+    ),
 }
 
 
@@ -305,17 +393,23 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """The attention of a layer."""
+    """The part of a layer that mixes tokens: attention, or a gated delta net."""
 
     window: int | None = None  # tokens that a token attends to, itself included; None = all before it
     rotates: bool = True  # False: queries and keys have no position
     rope: Rope | None = None  # another one than the model's
+    mixer: MixerKind = 'attention'
 
     def __post_init__(self) -> None:
+        if self.mixer == 'delta' and (self.window is not None or self.rotates):
+            raise ConfigError('a layer with a delta net has neither a window nor rotary positions')
         if self.window is not None and self.window < 1:
             raise ConfigError(f'window={self.window} must be at least 1, or None for no window')
         if self.rope is not None and not self.rotates:
             raise ConfigError('a layer that rotates nothing has no rope')
+
+
+DELTA = LayerKind(rotates=False, mixer='delta')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,8 +423,10 @@ class Experts:
     dense_layers: tuple[int, ...] = ()  # ascending; these have an MLP
     # clamped, with biases of router and experts, and gate and up in one matrix; None = SwiGLU without biases
     swiglu: ClampedSwiglu | None = None
+    d_shared: int = 0  # width of the expert that every token reaches; 0 = there is none
 
     def __post_init__(self) -> None:
+        NOT_NEGATIVE.require('experts.d_shared', self.d_shared)
         for name in ('count', 'per_token', 'd_expert'):
             COUNT.require(f'experts.{name}', getattr(self, name))
         if self.per_token > self.count:
@@ -380,6 +476,9 @@ class ModelConfig:
     score_scale: float | None = None  # of the products of queries and keys; None = 1 / sqrt(head_dim)
     logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
     sinks: bool = False  # every head has one more logit in the sum of its softmax, which has no value
+    gated_attention: bool = False  # attention's output is multiplied by the sigmoid of a projection of its own
+    rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None = all
+    delta: DeltaNet | None = None  # of the layers whose mixer it is
 
     def __post_init__(self) -> None:
         counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')
@@ -392,6 +491,12 @@ class ModelConfig:
             raise ConfigError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
         if self.head_dim % 2:
             raise ConfigError(f'head_dim={self.head_dim} is odd; rotary positions need pairs')
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ConfigError(
+                f'rotary_dim={self.rotary_dim} must be even, above 0 and at most head_dim={self.head_dim}'
+            )
+        if (self.delta is None) == any(kind.mixer == 'delta' for kind in self.kinds):
+            raise ConfigError(f'delta={self.delta} does not fit the kinds of the layers: give both or neither')
         if self.family not in FAMILIES:
             raise ConfigError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
         if len(set(self.kinds)) == 1:
@@ -414,10 +519,18 @@ class ModelConfig:
         experts = self.experts and dataclasses.replace(
             self.experts, dense_layers=tuple(layer for layer in self.experts.dense_layers if layer < layers)
         )
-        return dataclasses.replace(self, n_layers=layers, kinds=kinds, experts=experts)
+        delta = self.delta if any(kind.mixer == 'delta' for kind in kinds) else None
+        return dataclasses.replace(self, n_layers=layers, kinds=kinds, experts=experts, delta=delta)
 
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer if len(self.kinds) > 1 else 0]
+
+    def mixer(self, layer: int) -> MixerKind:
+        return self.kind(layer).mixer
+
+    @property
+    def n_delta_layers(self) -> int:
+        return sum(self.mixer(layer) == 'delta' for layer in range(self.n_layers))
 
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token attends to in this layer, itself included; None = all before it."""
@@ -425,8 +538,8 @@ class ModelConfig:
 
     @property
     def windows(self) -> frozenset[int | None]:
-        """The windows of all layers, without repetition."""
-        return frozenset(kind.window for kind in self.kinds)
+        """The windows of all layers with attention, without repetition."""
+        return frozenset(kind.window for kind in self.kinds if kind.mixer == 'attention')
 
     def rope(self, layer: int) -> Rope | None:
         """The rotary positions of this layer; None = its queries and keys are not rotated."""
@@ -464,7 +577,7 @@ def default_kinds(family: str, n_layers: int, window: int) -> tuple[LayerKind, .
     Raises ConfigError for layers that differ and are too many to be listed.
     """
     has = FAMILIES[family]
-    if not has.full_every and not has.unrotated_every:
+    if not (has.full_every or has.unrotated_every or has.full_attention_every):
         return (LayerKind(),)
     if n_layers >= LAYERS_END:
         raise ConfigError(
@@ -472,6 +585,8 @@ def default_kinds(family: str, n_layers: int, window: int) -> tuple[LayerKind, .
             'model.n_layers'
         )
     ends = lambda number, every: every > 0 and number % every == 0
+    if every := has.full_attention_every:
+        return tuple(LayerKind() if ends(number, every) else DELTA for number in range(1, n_layers + 1))
     return tuple(
         LayerKind(
             None if not has.full_every or ends(number, has.full_every) else window,
@@ -498,6 +613,10 @@ def letter_sizes(c: ModelConfig) -> dict[str, int]:
     sizes = {'V': c.vocab_size, 'O': c.output_size or c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
     if c.experts:
         sizes |= {'E': c.experts.count, 'M': c.experts.d_expert, 'W': 2 * c.experts.d_expert}
+        sizes |= {'S': c.experts.d_shared, 'one': 1}
+    if c.delta:
+        keys, values = c.delta.key_heads * c.delta.key_dim, c.delta.value_heads * c.delta.value_dim
+        sizes |= {'QD': keys, 'VD': values, 'VH': c.delta.value_heads, 'VS': c.delta.value_dim, 'N': c.delta.taps}
     return {**sizes, 'H': c.n_heads, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 
@@ -505,8 +624,14 @@ def layers_of(row: Weight, config: ModelConfig) -> tuple[int, ...]:
     """The layers that have the weight, ascending; () = it is in no layer."""
     if not row.path.startswith(LAYERS):
         return ()
-    kinds = {'all': (False, True), 'dense': (False,), 'experts': (True,)}[row.layers]
-    return tuple(layer for layer in range(config.n_layers) if config.has_experts(layer) in kinds)
+    has: dict[str, Callable[[int], bool]] = {
+        'all': lambda layer: True,
+        'dense': lambda layer: not config.has_experts(layer),
+        'experts': config.has_experts,
+        'attention': lambda layer: config.mixer(layer) == 'attention',
+        'delta': lambda layer: config.mixer(layer) == 'delta',
+    }
+    return tuple(filter(has[row.layers], range(config.n_layers)))
 
 
 def count_parameters(config: ModelConfig) -> Iterator[tuple[Weight, int]]:

@@ -73,7 +73,13 @@ def _kept_by_yarn(pairs: int, theta: float, scaling: YarnScaling) -> np.ndarray:
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Rotates the pairs (j, j + D/2) of every head of x [T, H, D], in float32; the result has the dtype of x."""
+    """Rotates the pairs (j, j + n/2) of the first n numbers of every head of x [T, H, D], in float32.
+
+    `cosine` and `sine` are [T, n/2]. The result has the dtype of x; the other numbers are as they were.
+    """
+    size = 2 * cosine.shape[-1]
+    if size < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :size], cosine, sine), x[..., size:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosine, sine = cosine[:, None, :], sine[:, None, :]
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

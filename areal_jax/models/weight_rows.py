@@ -5,13 +5,16 @@ Hugging Face and GGUF. `weights` fills in the sizes of a model; initial weights,
 table from there.
 
 Sizes are letters: V vocabulary, O tokens that are predicted, C context tokens, d model width, F width of the MLP, D
-head_dim, H heads, HD all heads, KD all kv heads, E experts, M width of an expert, W twice that.
+head_dim, H heads, HD all heads, KD all kv heads, E experts, M width of an expert, W twice that, S width of the shared
+expert. Of delta nets: QD all key heads, VH value heads, VD all of them, VS size of one, N taps of the convolution.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Iterator
 from typing import Literal
 
 
@@ -24,6 +27,12 @@ class Init(enum.Enum):
     TABLE = 'table'  # [V, d], whose fan in is d
     LOOKUP = 'lookup'  # TABLE of which a token reads one row: times `embedding_scale` as well
     RESIDUAL = 'residual'  # MATRIX that writes to the residual stream: divided by sqrt(2 n_layers)
+    TAPS = 'taps'  # [channels, N] of a convolution by channel, whose fan in is N; the caller's scale does not apply
+    LOG_RATE = 'log_rate'  # log of a number that is uniform between 0 and 16, as transformers draws A_log
+
+
+MixerKind = Literal['attention', 'delta']
+LayersOf = Literal['all', 'dense', 'experts', 'attention', 'delta']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +50,8 @@ class Weight:
     gguf_name: str | None = None  # tensor of GGUF, 'blk.*.attn_q.weight'
     when: str | None = None  # field of ModelConfig that must be true for the weight to exist
     unless: str | None = None  # field of ModelConfig that must be false
-    layers: Literal['all', 'dense', 'experts'] = 'all'  # which layers have it, by their MLP
+    layers: LayersOf = 'all'  # which layers have it, by their MLP or their mixer
+    part: str | None = None  # the leaf is this part of the tensor's rows, see formats/hf_layouts; None = all of it
 
 
 def projection(
@@ -54,12 +64,13 @@ def projection(
     *,
     when: str | None = None,
     unless: str | None = None,
-    layers: Literal['all', 'dense', 'experts'] = 'all',
+    layers: LayersOf = 'all',
+    part: str | None = None,
 ) -> Weight:
     """A matrix [in, out] of layers; files hold it as [out, in]."""
     gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
     hf_name = f'model.layers.*.{hf_name}.weight'
-    return Weight(f'layers/*/{path}/weight', shape, axes, init, hf_name, True, gguf_name, when, unless, layers)
+    return Weight(f'layers/*/{path}/weight', shape, axes, init, hf_name, True, gguf_name, when, unless, layers, part)
 
 
 def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight:
@@ -189,3 +200,83 @@ GPT_OSS = (
     fused_experts('down_proj_bias', 'E d', 'experts embed', Init.ZEROS),
     *BEHIND_MLP,
 )
+
+
+# Gated delta nets (Qwen3.5, Qwen3-Next). Each leaf has one component, so that devices take whole heads of each; in
+# files several components share a tensor.
+
+
+def shared_expert() -> tuple[Weight, ...]:
+    """An expert that every token reaches, times the sigmoid of a score of its own."""
+    of_experts = functools.partial(projection, layers='experts')
+    return (
+        of_experts('mlp/shared/gate', 'd S', 'embed mlp', 'mlp.shared_expert.gate_proj'),
+        of_experts('mlp/shared/up', 'd S', 'embed mlp', 'mlp.shared_expert.up_proj'),
+        of_experts('mlp/shared/down', 'S d', 'mlp embed', 'mlp.shared_expert.down_proj', init=Init.RESIDUAL),
+        of_experts('mlp/shared_score', 'd one', 'embed features', 'mlp.shared_expert_gate'),
+    )
+
+
+def _gate(rows: tuple[Weight, ...]) -> Iterator[Weight]:
+    """Attention whose output is multiplied by the sigmoid of another projection, which files have with the queries."""
+    for row in rows:
+        is_query = row.path.endswith('attention/query/weight')
+        yield dataclasses.replace(row, layers='attention', part='query' if is_query else None)
+        if is_query:
+            yield projection(
+                'attention/output_gate', 'd HD', 'embed heads', 'self_attn.q_proj', layers='attention', part='gate'
+            )
+
+
+def _delta_net(qkv: str, z: str, beta: str, decay: str) -> tuple[Weight, ...]:
+    """A gated delta net, by the names of the tensors that have its projections."""
+    module = 'model.layers.*.linear_attn.'
+    own = functools.partial(projection, layers='delta')
+
+    def taps(name: str, shape: str, axis: str) -> Weight:
+        hf_name = f'{module}conv1d.weight'
+        return Weight(
+            f'layers/*/delta/{name}_taps', f'{shape} N', f'{axis} features', Init.TAPS, hf_name, layers='delta',
+            part=name,
+        )  # fmt: skip
+
+    def vector(name: str, shape: str, init: Init, hf_name: str) -> Weight:
+        return Weight(f'layers/*/delta/{name}', shape, 'features', init, f'{module}{hf_name}', layers='delta')
+
+    return (
+        own('delta/query', 'd QD', 'embed key_heads', f'linear_attn.{qkv}', part='query'),
+        own('delta/key', 'd QD', 'embed key_heads', f'linear_attn.{qkv}', part='key'),
+        own('delta/value', 'd VD', 'embed value_heads', f'linear_attn.{qkv}', part='value'),
+        own('delta/output_gate', 'd VD', 'embed value_heads', f'linear_attn.{z}', part='gate' if z == qkv else None),
+        own('delta/beta', 'd VH', 'embed value_heads', f'linear_attn.{beta}', part='beta' if beta == decay else None),
+        own(
+            'delta/decay', 'd VH', 'embed value_heads', f'linear_attn.{decay}', part='decay' if beta == decay else None
+        ),
+        taps('query', 'QD', 'key_heads'),
+        taps('key', 'QD', 'key_heads'),
+        taps('value', 'VD', 'value_heads'),
+        vector('log_rate', 'VH', Init.LOG_RATE, 'A_log'),
+        vector('rate_bias', 'VH', Init.ONES, 'dt_bias'),
+        vector('norm', 'VS', Init.ONES, 'norm.weight'),
+        own('delta/output', 'VD d', 'value_heads embed', 'linear_attn.out_proj', init=Init.RESIDUAL),
+    )
+
+
+def _hybrid(delta_net: tuple[Weight, ...], *mlp: Weight) -> tuple[Weight, ...]:
+    """A model whose norms are centred, except for those of the delta nets."""
+    return (
+        *_centre((*_EMBEDDING, norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'), *_gate(_ATTENTION))),
+        *delta_net,
+        *_centre((norm('mlp_norm', 'd', 'post_attention_layernorm', 'post_attention_norm'), *mlp, *BEHIND_MLP)),
+    )
+
+
+_QWEN_EXPERTS = (*experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *shared_expert())
+_DELTA_3_5 = _delta_net('in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a')
+_DELTA_NEXT = _delta_net('in_proj_qkvz', 'in_proj_qkvz', 'in_proj_ba', 'in_proj_ba')
+QWEN3_5 = _hybrid(_DELTA_3_5, *MLP)
+QWEN3_5_MOE = _hybrid(_DELTA_3_5, *_QWEN_EXPERTS)
+QWEN3_NEXT = _hybrid(_DELTA_NEXT, *MLP, *_QWEN_EXPERTS)
+
+# leaves that are exponentiated and multiplied over thousands of tokens: float32 in every copy of the weights
+FLOAT32_LEAVES = ('log_rate', 'rate_bias')

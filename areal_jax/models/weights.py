@@ -22,12 +22,12 @@ import numpy as np
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.fields import COUNT, ConfigError
 from areal_jax.models.families import FAMILIES, LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
-from areal_jax.models.weight_rows import COMMON, Init, Weight
+from areal_jax.models.weight_rows import COMMON, FLOAT32_LEAVES, QWEN3_5, Init, Weight
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
 # 'query', 'key', ...
-TARGETS = tuple(dict.fromkeys(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight')))
+TARGETS = tuple(dict.fromkeys(row.path.split('/')[-2] for row in (*COMMON, *QWEN3_5) if row.path.endswith('/weight')))
 ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
 
 
@@ -48,6 +48,11 @@ class Lora:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def is_float32(path: str) -> bool:
+    """Whether a leaf 'layers/0/delta/log_rate' is float32 in every copy of the weights."""
+    return path.rsplit('/', 1)[-1] in FLOAT32_LEAVES
 
 
 def is_adapter(path: str) -> bool:
@@ -154,6 +159,7 @@ class WeightSpec:
     transposed: bool
     gguf_name: str | None
     layers: tuple[int, ...]  # the layers that have it, ascending; () = it is in no layer
+    part: str | None = None
 
     @property
     def in_layers(self) -> bool:
@@ -167,6 +173,11 @@ class WeightSpec:
     def is_matrix(self) -> bool:
         """Whether it is a matrix [in, out] of a projection or an adapter; a table [V, d] is not, nor biases [E, d]."""
         return self.in_layers and self.path.rsplit('/', 1)[1] in ('weight', *ADAPTERS)
+
+    @property
+    def stays_float32(self) -> bool:
+        """Whether it is float32 in every copy of the weights, whatever their dtype."""
+        return is_float32(self.path)
 
     @property
     def multiplies(self) -> bool:
@@ -212,6 +223,7 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
             row.transposed,
             row.gguf_name,
             layers_of(row, config),
+            row.part,
         )
         for row in rows
     )
@@ -222,6 +234,8 @@ def logical_axes(config: ModelConfig) -> WeightAxes:
     """The logical axes of all weights that a model of this family can have, with adapters: for param_shardings."""
     rows = _with_adapters(FAMILIES[config.family].weights)
     units = {'heads': config.n_heads, 'kv_heads': config.n_kv_heads}
+    if config.delta:
+        units |= {'key_heads': config.delta.key_heads, 'value_heads': config.delta.value_heads}
     return WeightAxes({row.path: tuple(row.axes.split()) for row in rows}, units)
 
 
@@ -289,10 +303,15 @@ def complete(
 def _draw(key: jax.Array, path: str, spec: WeightSpec, n_layers: int, scale: float) -> jax.Array:
     if spec.init in (Init.ONES, Init.ZEROS):
         return jnp.full(spec.shape, float(spec.init is Init.ONES), jnp.float32)
+    own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    if spec.init is Init.LOG_RATE:
+        return jnp.log(jax.random.uniform(own, spec.shape, jnp.float32, 1e-3, 16.0))
+    if spec.init is Init.TAPS:
+        return _normal(own, spec.shape, 1 / math.sqrt(spec.shape[-1]))
     deviation = scale / math.sqrt(spec.shape[1 if spec.init in (Init.TABLE, Init.LOOKUP) else -2])
     if spec.init is Init.RESIDUAL:
         deviation /= math.sqrt(2 * n_layers)  # so that the variance of the residual stream does not grow with depth
-    return _normal(jax.random.fold_in(key, zlib.crc32(path.encode())), spec.shape, deviation)
+    return _normal(own, spec.shape, deviation)
 
 
 @functools.partial(jax.jit, static_argnums=1)  # one program per shape, not one per leaf

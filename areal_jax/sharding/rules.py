@@ -176,8 +176,8 @@ class WeightAxes:
     ]  # indivisible parts of a logical axis, {'heads': 32}; without an entry every index is one unit
 
 
-_ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first
-_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: parts are computed independently
+_ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads', 'key_heads', 'value_heads')  # what fsdp may shard, best first
+_SPLIT = ('heads', 'kv_heads', 'key_heads', 'value_heads', 'mlp', 'vocab')  # what tensor may shard: parts are computed independently
 
 _EXPERTS = {'expert': ('experts',)}  # the axis of the mesh exists for them, whatever else a strategy shards
 
