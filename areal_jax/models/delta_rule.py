@@ -235,7 +235,7 @@ def paths_before(segments: jax.Array, parents: jax.Array) -> jax.Array:
     inside = jnp.concatenate([jnp.zeros(1, bool), segments[1:] == segments[:-1]])
     ends = jnp.where(_ends_prompt(segments, parents), index, -1)
     latest = jnp.concatenate([jnp.full(1, -1, jnp.int32), lax.cummax(ends)[:-1]])
-    follows = (latest >= 0) & (parents != segments) & (segments[latest] == parents)
+    follows = (latest >= 0) & (parents != segments) & (jnp.take(segments, latest) == parents)
     return jnp.where(segments > 0, jnp.where(inside, index - 1, jnp.where(follows, latest, -1)), -1)
 
 

@@ -134,7 +134,7 @@ class ExpertFields:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of gated delta nets (arXiv 2412.06464), which have a state of fixed size in place of keys and values."""
+    """The sizes of gated delta nets (arXiv 2412.06464): a state of fixed size in place of keys and values."""
 
     key_heads: int
     value_heads: int  # a multiple of key_heads; value head h reads key head h // (value_heads / key_heads)
