@@ -31,7 +31,6 @@ from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.delta_rule import DeltaInputs, DeltaState, Projected, Recur, run_rows
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix
-from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
 from areal_jax.models.vocabulary_divergence import Caps, clamped_entropy, count_kept, token_divergences
 from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
@@ -238,22 +237,6 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
         return stream.flatten(out), entry
 
     return attend
-
-
-def require_delta_heads(config: ModelConfig, tensor: int, context: int, field: str) -> None:
-    """Raises ConfigError for delta nets whose heads or tokens cannot be sharded over the devices of `field`."""
-    if (delta := config.delta) is None:
-        return
-    if context > 1:
-        raise ConfigError(
-            f'context={context} of {field} cuts rows, and the states of delta nets do not travel between devices: use '
-            'fsdp, tensor or data'
-        )
-    if delta.key_heads % tensor:
-        raise ConfigError(
-            f'tensor={tensor} of {field} does not divide the {delta.key_heads} key heads of the delta nets; use a '
-            'divisor'
-        )
 
 
 def _recur(rows: Rows, stream: Stream) -> Recur:

@@ -568,6 +568,15 @@ class ModelConfig:
         return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))
 
 
+def require_delta_heads(config: ModelConfig, tensor: int, field: str) -> None:
+    """Raises ConfigError for delta nets whose heads the devices of `field` cannot share."""
+    if config.delta is not None and config.delta.key_heads % tensor:
+        raise ConfigError(
+            f'tensor={tensor} of {field} does not divide the {config.delta.key_heads} key heads of the delta nets of '
+            'the model; use a divisor'
+        )
+
+
 LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours
 
 
