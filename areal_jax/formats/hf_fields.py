@@ -185,9 +185,7 @@ def read_rotary_dim(fields: Fields, family: str, head_dim: int) -> int | None:
         given = Fields(fields.path, {name: rope[_PARTIAL]})
     rotated = int(head_dim * given.number(name))  # as transformers rounds
     if rotated % 2 or not 0 < rotated <= head_dim:
-        raise fields.unsupported(
-            name, given.get(name), f'a part of head_dim={head_dim} that is an even number and not 0'
-        )
+        raise fields.unsupported(name, given.get(name), f'a part that is an even number of the {head_dim} of a head')
     return None if rotated == head_dim else rotated
 
 
