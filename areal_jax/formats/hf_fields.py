@@ -5,6 +5,7 @@ Used by `hf_config`, which has the other fields. A file has one object of rotary
 
 from __future__ import annotations
 
+import math
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -196,7 +197,7 @@ def rope_fields(config: ModelConfig) -> dict[str, object]:
     fields['rope_scaling'] = scaling if config.rope_scaling else None
     full: dict[str, object] = {**scaling, 'rope_theta': config.rope_theta}
     if FAMILIES[config.family].rotary_fraction != 1.0:
-        factor = {_PARTIAL: (config.rotary_dim or config.head_dim) / config.head_dim}
+        factor = {_PARTIAL: _rotated_part(config.rotary_dim or config.head_dim, config.head_dim)}
         fields, full = fields | factor, full | factor
     if FAMILIES[config.family].window_theta is None:
         return {**fields, 'rope_parameters': full}
@@ -205,6 +206,12 @@ def rope_fields(config: ModelConfig) -> dict[str, object]:
         fields['rope_local_base_freq'] = window.theta
     sliding = {**_scaling_fields(window.scaling), 'rope_theta': window.theta}
     return {**fields, 'rope_parameters': {FULL: full, SLIDING: sliding}}
+
+
+def _rotated_part(rotated: int, head_dim: int) -> float:
+    """The part of a head whose product with head_dim, rounded down, is the count of rotated numbers."""
+    part = rotated / head_dim
+    return part if int(head_dim * part) == rotated else math.nextafter(part, 1.0)
 
 
 def _window_rope(config: ModelConfig) -> Rope:

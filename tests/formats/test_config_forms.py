@@ -95,6 +95,17 @@ def test_a_form_comes_back_from_the_file_that_is_written_of_it(tmp_path, name):
     assert read(tmp_path, json.loads(json.dumps(hf_config(config)))) == config
 
 
+def test_every_part_of_a_head_comes_back(tmp_path):
+    # 44 * (30 / 44) is below 30
+    form = FORMS['qwen3_5_defaults'] | {'num_hidden_layers': 1}
+    for head_dim, rotated in ((44, 30), (46, 26), (52, 30), (256, 64), (44, 44)):
+        config = read(
+            tmp_path, form | {'head_dim': head_dim, 'partial_rotary_factor': min((rotated + 0.5) / head_dim, 1.0)}
+        )
+        assert (config.rotary_dim or head_dim) == rotated
+        assert read(tmp_path, hf_config(config)) == config
+
+
 def test_of_a_composite_model_the_whole_says_whether_the_head_is_tied(tmp_path):
     form = FORMS['gemma3']
     text = form['text_config'] | {'tie_word_embeddings': False}
