@@ -28,6 +28,7 @@ from areal_jax.learning.objective.objective import (
 )
 from areal_jax.models.attention.backends import packed_rows_attention
 from areal_jax.models.decoder import Attend, Decoder
+from areal_jax.models.delta_rule import DeltaInputs, DeltaState, Projected, Recur, run_rows
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
@@ -109,6 +110,7 @@ def predicting_states(
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
         routing=routing,
+        recur=_recur(rows, tokens) if decoder.config.delta else None,
     )
     states = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
     if routed is None:
@@ -235,6 +237,23 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
         return stream.flatten(out), entry
 
     return attend
+
+
+def _recur(rows: Rows, stream: Stream) -> Recur:
+    """`recur` of Decoder.hidden. On a mesh, each device computes the rule of its rows and heads."""
+    places = rows['segment_ids'], rows['parent_ids']
+
+    def recur(inputs: DeltaInputs, entry: DeltaState | None) -> tuple[jax.Array, DeltaState | None]:
+        run, mesh = run_rows, stream.mesh
+        if mesh is not None:
+            heads, of_taps = PartitionSpec(ROW_AXES, None, 'tensor'), PartitionSpec('tensor')
+            specs = DeltaInputs(*(heads,) * 5, Projected(*(of_taps,) * 3))
+            in_specs = specs, PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES)
+            run = jax.shard_map(run_rows, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+        out = run(DeltaInputs(*map(stream.unflatten, inputs[:5]), inputs.taps), *places)
+        return stream.flatten(out), entry
+
+    return recur
 
 
 def _over_mesh(attend_rows: _AttendRows, mesh: Mesh, n_heads: int, n_kv_heads: int) -> _AttendRows:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from areal_jax.models.delta_rule import DeltaInputs, Projected
 from areal_jax.models.experts import Routed, Routing, choose_experts
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import DeltaNet, Experts, ModelConfig
 from areal_jax.models.quantized import Activations
 from areal_jax.models.rotary import rotate
 from areal_jax.models.weights import Lora, Nested, WeightSpec
@@ -26,10 +27,14 @@ Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, float32 [T, D/2]
 # (q [T, H, D], k [T, K, D], v [T, K, D], of a model with sinks also `sinks` [H]) -> (out [T, H, D], the layer's entry
 # of the cache)
 AttendLayer = Callable[..., tuple[jax.Array, Tree]]
+RecurLayer = Callable[[DeltaInputs], tuple[jax.Array, Tree]]  # -> (out float32 [T, H, Dv], the layer's entry)
 
 
 class Layer(nnx.Module):
-    """Attention and MLP or experts, each added to the residual stream, with norms before it, behind it or both."""
+    """Attention or a delta net, and MLP or experts, each added to the residual stream.
+
+    Norms are before each, behind it or both.
+    """
 
     attention_norm: nnx.Param
     attention_out_norm: nnx.Param
@@ -40,7 +45,12 @@ class Layer(nnx.Module):
         _declare(self, weights)
         self.eps, self.centred, self.form = c.rms_eps, c.centred_norms, form
         self.has_norm = tuple(name in weights for name in _NORMS)
-        self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
+        self.has_attention = 'attention' in weights
+        if self.has_attention:
+            self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
+        else:
+            assert c.delta is not None
+            self.delta = _DeltaNet(c.delta, _below(weights, 'delta'), lora, form, c.rms_eps)
         of_mlp = _below(weights, 'mlp')
         self.mlp: _Experts | _PlainMlp | _Mlp
         if 'experts' in of_mlp:
@@ -52,13 +62,15 @@ class Layer(nnx.Module):
             self.mlp = _Mlp(of_mlp, c.activation, lora, form)
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, attend: AttendLayer, routing: Routing
+        self, x: jax.Array, rotation: Rotation, mix: AttendLayer | RecurLayer, routing: Routing
     ) -> tuple[jax.Array, Tree, Routed | None]:
         """Activations x -> (x, the layer's entry of the cache, the choices of its router).
 
-        `routing.recorded` has the routes of this layer only, [T, k].
+        `mix` computes the attention of a layer that has it, else the rule of its delta net. `routing.recorded` has the
+        routes of this layer only, [T, k].
         """
-        out, entry = self.attention(self._norm(x, 'attention_norm'), rotation, attend)
+        normal = self._norm(x, 'attention_norm')
+        out, entry = self.attention(normal, rotation, mix) if self.has_attention else self.delta(normal, mix)
         x = x + self._norm(out, 'attention_out_norm')
         normal = self._norm(x, 'mlp_norm')
         if not isinstance(self.mlp, _Experts):
@@ -87,6 +99,9 @@ class _Attention(nnx.Module):
         self.query, self.key, self.value, self.output = (
             _Linear(_below(weights, name), lora, form) for name in ('query', 'key', 'value', 'output')
         )
+        self.is_gated = c.gated_attention
+        if self.is_gated:
+            self.output_gate = _Linear(_below(weights, 'output_gate'), lora, form)
         self.head_dim, self.eps, self.form = c.head_dim, c.rms_eps, form
         self.qk_norm, self.whole_qk_norm, self.centred = c.qk_norm, c.whole_qk_norm, c.centred_norms
         self.has_sinks = c.sinks
@@ -94,7 +109,8 @@ class _Attention(nnx.Module):
         self.query_factor = 1.0 if c.score_scale is None else c.score_scale * math.sqrt(c.head_dim)
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
-        projected = _project(x, self.query, self.key, self.value)
+        projected = _project(x, self.query, self.key, self.value, *([self.output_gate] if self.is_gated else []))
+        projected, gate = projected[:3], projected[3:]
         if self.whole_qk_norm:
             norm = lambda y, scale: rms_norm(y, self.form.by_feature(scale[...]), self.eps, self.form.features)
             q, k, v = projected
@@ -107,7 +123,52 @@ class _Attention(nnx.Module):
             q = (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
         sinks = {'sinks': self.sinks[...]} if self.has_sinks else {}
         out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v, **sinks)
+        if self.is_gated:
+            out = _gate(out, self.form.split_heads(*gate, self.head_dim), jax.nn.sigmoid)
         [y] = _project(self.form.join_heads(out), self.output)
+        return y, entry
+
+
+def _gate(x: jax.Array, gate: jax.Array, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """x times the activated gate, in float32; the result has the dtype of the gate."""
+    return (x.astype(jnp.float32) * activation(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+class _DeltaNet(nnx.Module):
+    """A gated delta net, see delta_rule (arXiv 2412.06464; decays, norm and gate as in transformers' Qwen3-Next)."""
+
+    query_taps: nnx.Param
+    key_taps: nnx.Param
+    value_taps: nnx.Param
+    log_rate: nnx.Param
+    rate_bias: nnx.Param
+    norm: nnx.Param
+
+    def __init__(self, delta: DeltaNet, weights: Nested, lora: Lora | None, form: Activations, eps: float):
+        _declare(self, weights)
+        self.query, self.key, self.value, self.output_gate, self.decay, self.beta, self.output = (
+            _Linear(_below(weights, name), lora, form)
+            for name in ('query', 'key', 'value', 'output_gate', 'decay', 'beta', 'output')
+        )
+        self.sizes = (delta.key_dim, delta.key_dim, delta.value_dim)
+        self.eps, self.form = eps, form
+
+    def __call__(self, x: jax.Array, recur: RecurLayer) -> tuple[jax.Array, Tree]:
+        *mixed, gate, decay, beta = _project(
+            x, self.query, self.key, self.value, self.output_gate, self.decay, self.beta
+        )
+        projected = Projected(*(self.form.split_heads(y, size) for y, size in zip(mixed, self.sizes, strict=True)))
+        by_head = lambda y: self.form.split_heads(y, 1)[..., 0].astype(jnp.float32)
+        rate = jnp.exp(self.log_rate[...].astype(jnp.float32))
+        log_decay = -rate * jax.nn.softplus(by_head(decay) + self.rate_bias[...].astype(jnp.float32))
+        leaves = self.query_taps[...], self.key_taps[...], self.value_taps[...]
+        taps = Projected(
+            *(leaf.reshape(-1, size, leaf.shape[-1]) for leaf, size in zip(leaves, self.sizes, strict=True))
+        )
+        out, entry = recur(DeltaInputs(*projected, log_decay, jax.nn.sigmoid(by_head(beta)), taps))
+        normal = rms_norm(out, self.norm[...].astype(jnp.float32), self.eps)
+        y = _gate(normal, self.form.split_heads(gate, self.sizes[-1]), jax.nn.silu)
+        [y] = _project(self.form.join_heads(y), self.output)
         return y, entry
 
 
@@ -133,6 +194,9 @@ class _Experts(nnx.Module):
     def __init__(self, weights: Nested, experts: Experts, d_model: int, form: Activations):
         self.router = _Linear(_below(weights, 'router'), None, form)
         self.experts = _ExpertWeights(_below(weights, 'experts'))
+        if experts.d_shared:
+            self.shared = _Mlp(_below(weights, 'shared'), 'silu', None, form)
+            self.shared_score = _Linear(_below(weights, 'shared_score'), None, form)
         self.choice, self.d_model, self.form = experts, d_model, form
 
     def __call__(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, Routed]:
@@ -147,7 +211,11 @@ class _Experts(nnx.Module):
         )
         leaves = (leaf.get_value() for leaf in self.experts.leaves())
         y = routing.mix(rows(x, self.d_model), choice.experts, choice.weights, *leaves, swiglu=self.choice.swiglu)
-        return self.form.join_heads(y[:, None]), choice.routed
+        out = self.form.join_heads(y[:, None])
+        if self.choice.d_shared:
+            [score] = _project(x, self.shared_score)
+            out = out + jax.nn.sigmoid(score.astype(jnp.float32)).astype(x.dtype) * self.shared(x)
+        return out, choice.routed
 
 
 class _ExpertWeights(nnx.Module):

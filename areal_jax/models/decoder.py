@@ -19,13 +19,15 @@ from flax import nnx
 from areal_jax.config.fields import ConfigError
 from areal_jax.models import native_layers
 from areal_jax.models import weights as initial
-from areal_jax.models.block import Layer, Rotation, norm_scale, rms_norm
+from areal_jax.models.block import AttendLayer, Layer, RecurLayer, Rotation, norm_scale, rms_norm
+from areal_jax.models.delta_rule import Recur
 from areal_jax.models.experts import Routed, Routing, follow_choice
 from areal_jax.models.families import LayerKind, ModelConfig, Rope
 from areal_jax.models.logprobs import Ranking, cap_logits, effective_temperature, rank_tokens
 from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
 from areal_jax.models.rotary import no_rotation, rotary
+from areal_jax.models.weight_rows import MixerKind
 from areal_jax.models.weights import FORMS, Lora, Params, map_matrices, nest, stack_layers, weight_table
 from areal_jax.types import Tree
 
@@ -36,7 +38,8 @@ Constrain = Callable[[jax.Array], jax.Array]
 _Written = tuple[Tree, Routed | None]  # the entry of the cache of a layer, and the choices of its router
 # (weights, x, entry of the cache, recorded routes [T, k]) of a layer -> (x, the new entry and choices)
 _Block = Callable[[Params, jax.Array, Tree, jax.Array | None], tuple[jax.Array, _Written]]
-_Kind = tuple[LayerKind, bool]  # of a layer: its attention, and whether it has experts
+_Kind = tuple[LayerKind, bool]  # of a layer: how it mixes tokens, and whether it has experts
+_Graph = tuple[MixerKind, bool]  # the modules of a layer follow from these
 _Rotations = Mapping[Rope | None, Rotation]  # by the rope of a layer
 _MakeBlock = Callable[[_Kind], _Block]
 
@@ -91,12 +94,12 @@ class Decoder:
         self._remat, self._form = remat, _TOKENS[tokens]
         self._table = weight_table(config, lora)
         self._kinds = [(config.kind(layer), config.has_experts(layer)) for layer in range(config.n_layers)]
-        have_experts = {has_experts for _, has_experts in self._kinds}
-        if layers == 'stacked' and len(have_experts) > 1:
-            raise ConfigError(
-                "learner.layers='stacked' needs layers with the same MLP, and some have experts: use 'list'"
-            )
-        self._layer_graphs = {has: _layer_graph(config, lora, self._form, has) for has in have_experts}
+        graphs = {_graph_of(kind) for kind in self._kinds}
+        if layers == 'stacked' and len(graphs) > 1:
+            what = 'mixer' if len({mixer for mixer, _ in graphs}) > 1 else 'MLP'
+            some = 'some have delta nets' if what == 'mixer' else 'some have experts'
+            raise ConfigError(f"learner.layers='stacked' needs layers with the same {what}, and {some}: use 'list'")
+        self._layer_graphs = {graph: _layer_graph(config, lora, self._form, *graph) for graph in graphs}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Decoder) and self._form_of_all == other._form_of_all
@@ -157,6 +160,7 @@ class Decoder:
         constrain: Constrain = lambda x: x,
         wanted: jax.Array | None = None,
         routing: Routing | None = None,
+        recur: Recur | None = None,
     ) -> tuple[jax.Array, Tree]:
         """Hidden states before the head, and the cache that `attend` returned, one entry per layer.
 
@@ -174,8 +178,10 @@ class Decoder:
           constrain: sharding constraint of the residual stream, applied to the embedding and after every layer.
           wanted: int32 [], only the first `wanted` tokens count, and the others may be left out; None = all.
           routing: of models with experts.
+          recur: computes the rule of delta nets, for models that have them. It gets a layer's projections and its entry
+            of `cache`, and returns out float32 [T, H, Dv] and the new entry.
         """
-        return self.hidden_and_routes(params, tokens, positions, attend, cache, constrain, wanted, routing)[:2]
+        return self.hidden_and_routes(params, tokens, positions, attend, cache, constrain, wanted, routing, recur)[:2]
 
     def hidden_and_routes(
         self,
@@ -187,6 +193,7 @@ class Decoder:
         constrain: Constrain = lambda x: x,
         wanted: jax.Array | None = None,
         routing: Routing | None = None,
+        recur: Recur | None = None,
     ) -> tuple[jax.Array, Tree, Routed | None]:
         """The results of `hidden`, and the choices of the routers (None for a model without experts)."""
         c = self.config
@@ -198,7 +205,7 @@ class Decoder:
         if wanted is not None:
             first = jnp.arange(len(tokens)) < wanted
             routing = dataclasses.replace(routing, valid=first if routing.valid is None else routing.valid & first)
-        make = functools.partial(self._make_block, rotations, attend, constrain, count, routing)
+        make = functools.partial(self._make_block, rotations, attend, recur, constrain, count, routing)
         x, written, routed = run(params['layers'], x, cache, make, routing.recorded)
         if not c.plain:
             scale = norm_scale(self._form.by_feature(params['final_norm']), c.centred_norms)
@@ -243,8 +250,9 @@ class Decoder:
     def _enter(self, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, _Rotations]:
         """The embedded tokens, and the rotations of their queries and keys."""
         c = self.config
+        size = c.rotary_dim or c.head_dim
         rotations = {
-            rope: no_rotation(positions, c.head_dim) if rope is None else rotary(positions, c.head_dim, rope)
+            rope: no_rotation(positions, size) if rope is None else rotary(positions, size, rope)
             for rope in self._ropes
         }
         x = self._form.embed(params['embedding'], tokens)
@@ -258,7 +266,9 @@ class Decoder:
         c = self.config
         whole_norm = c.whole_qk_norm and self.tokens != 'native_columns'  # the 8-bit kernels lack this norm
         # nor have the kernels these
-        other = c.plain or c.centred_norms or c.activation != 'silu' or c.score_scale or c.logit_cap or c.sinks
+        other = (
+            c.plain or c.centred_norms or c.activation != 'silu' or c.score_scale or c.logit_cap or c.sinks or c.delta
+        )
         return self.tokens.startswith('native') and not (whole_norm or other) and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> Tree:
@@ -338,17 +348,21 @@ class Decoder:
         self,
         rotations: _Rotations,
         attend: Attend,
+        recur: Recur | None,
         constrain: Constrain,
         wanted: jax.Array,
         routing: Routing,
         kind: _Kind,
     ) -> _Block:
-        attention, has_experts = kind
-        rotation = rotations[self.config.rope_of(attention)]
+        mixer, _ = kind
+        rotation = rotations[self.config.rope_of(mixer)]
 
         def block(weights: Params, x: jax.Array, entry: Tree, recorded: jax.Array | None) -> tuple[jax.Array, _Written]:
             # most attentions know nothing of sinks: only models that have them pass some
-            seen = lambda q, k, v, **sinks: attend(q, k, v, entry, attention.window, **sinks)
+            seen: AttendLayer | RecurLayer = lambda q, k, v, **sinks: attend(q, k, v, entry, mixer.window, **sinks)
+            if mixer.mixer == 'delta':
+                assert recur is not None, 'a model with delta nets needs their rule'
+                seen = lambda inputs: recur(inputs, entry)
             if self._is_native(weights) and recorded is None:
                 x, entry_after, live = native_layers.run_layer(
                     self.config, weights, x, rotation, seen, wanted, routing.valid
@@ -356,7 +370,7 @@ class Decoder:
                 experts = self.config.experts
                 routed = None if live is None or experts is None else follow_choice(live, experts, routing.valid)
                 return constrain(x), (entry_after, routed)
-            layer = nnx.merge(self._layer_graphs[has_experts], weights)
+            layer = nnx.merge(self._layer_graphs[_graph_of(kind)], weights)
             own = dataclasses.replace(routing, recorded=recorded)
             x, entry_after, routed = layer(x, rotation, seen, own)
             return constrain(x), (entry_after, routed)
@@ -365,6 +379,10 @@ class Decoder:
             return block
         # prevent_cse stops XLA from reusing forward results in the backward pass; a scan already separates the two
         return jax.checkpoint(block, policy=REMAT[self._remat], prevent_cse=self.layers == 'list')
+
+
+def _graph_of(kind: _Kind) -> _Graph:
+    return kind[0].mixer, kind[1]
 
 
 def _runs(kinds: Sequence[_Kind]) -> Iterator[tuple[int, int, _Kind]]:
@@ -377,8 +395,11 @@ def _runs(kinds: Sequence[_Kind]) -> Iterator[tuple[int, int, _Kind]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer_graph(config: ModelConfig, lora: Lora | None, form: Activations, has_experts: bool) -> nnx.GraphDef:
+def _layer_graph(
+    config: ModelConfig, lora: Lora | None, form: Activations, mixer: MixerKind, has_experts: bool
+) -> nnx.GraphDef:
     """The static part of a layer; immutable, so equal decoders of a process share it."""
-    layer = next(layer for layer in range(config.n_layers) if config.has_experts(layer) == has_experts)
+    kinds = ((config.kind(layer), config.has_experts(layer)) for layer in range(config.n_layers))
+    layer = next(layer for layer, kind in enumerate(kinds) if _graph_of(kind) == (mixer, has_experts))
     specs = nest((spec.path_in_layer, spec) for spec in weight_table(config, lora).values() if layer in spec.layers)
     return nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, form)))[0]

@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from areal_jax.models.families import DeltaNet
+
 CHUNK = 64  # tokens: more lose digits, because G_i - G_j subtracts large numbers where the decay is fast
 _EPS = 1e-6  # of the lengths of queries and keys
 
@@ -68,12 +70,11 @@ class DeltaState(NamedTuple):
 Recur = Callable[[DeltaInputs, 'DeltaState | None'], 'tuple[jax.Array, DeltaState | None]']
 
 
-def empty_states(
-    places: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int, dtype: jnp.dtype
-) -> DeltaState:
+def empty_states(places: int, delta: DeltaNet, dtype: jnp.dtype) -> DeltaState:
     """Returns states of zeros; the inputs of the convolution have `dtype`."""
-    keys, values = (places, taps - 1, key_heads, key_dim), (places, taps - 1, value_heads, value_dim)
-    rule = jnp.zeros((places, value_heads, key_dim, value_dim), jnp.float32)
+    keys = places, delta.taps - 1, delta.key_heads, delta.key_dim
+    values = places, delta.taps - 1, delta.value_heads, delta.value_dim
+    rule = jnp.zeros((places, delta.value_heads, delta.key_dim, delta.value_dim), jnp.float32)
     return DeltaState(rule, jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
 
 
@@ -235,7 +236,7 @@ def paths_before(segments: jax.Array, parents: jax.Array) -> jax.Array:
     inside = jnp.concatenate([jnp.zeros(1, bool), segments[1:] == segments[:-1]])
     ends = jnp.where(_ends_prompt(segments, parents), index, -1)
     latest = jnp.concatenate([jnp.full(1, -1, jnp.int32), lax.cummax(ends)[:-1]])
-    follows = (latest >= 0) & (parents != segments) & (segments[latest] == parents)
+    follows = (latest >= 0) & (parents != segments) & (jnp.take(segments, latest) == parents)
     return jnp.where(segments > 0, jnp.where(inside, index - 1, jnp.where(follows, latest, -1)), -1)
 
 
@@ -297,7 +298,7 @@ def _run_chunk(carry: _Carry, row: tuple[_Chunk, _Places]) -> tuple[_Carry, jax.
 
 
 class PieceChunks(NamedTuple):
-    """The chunks of pieces that are packed one after the other, N at most; made by `cut_pieces` on the host."""
+    """The chunks of pieces that are packed one after the other, N at most; made on the host."""
 
     first: jax.Array  # int32 [N], its first token in the row
     count: jax.Array  # int32 [N], tokens

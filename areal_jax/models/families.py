@@ -135,7 +135,7 @@ class ExpertFields:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of gated delta nets (arXiv 2412.06464), whose state of fixed size replaces keys and values."""
+    """The sizes of gated delta nets (arXiv 2412.06464): a state of fixed size in place of keys and values."""
 
     key_heads: int
     value_heads: int  # a multiple of key_heads; value head h reads key head h // (value_heads / key_heads)
@@ -587,6 +587,15 @@ class ModelConfig:
     def routes(self) -> Column:
         assert self.experts is not None
         return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))
+
+
+def require_delta_heads(config: ModelConfig, tensor: int, field: str) -> None:
+    """Raises ConfigError for delta nets whose heads the devices of `field` cannot share."""
+    if config.delta is not None and config.delta.key_heads % tensor:
+        raise ConfigError(
+            f'tensor={tensor} of {field} does not divide the {config.delta.key_heads} key heads of the delta nets of '
+            'the model; use a divisor'
+        )
 
 
 LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.columns import Column
+from areal_jax.models.delta_rule import DeltaState, copy_states, empty_states
 from areal_jax.models.families import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, SamplingSupport
-from areal_jax.rollout.decode.attention.loops import Cache, CacheAttention
+from areal_jax.rollout.decode.attention.loops import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.sampling import Adjustments, empty_adjustments
+from areal_jax.rollout.state_pool import StateSizes
 from areal_jax.rollout.window_blocks import WindowSizes
 from areal_jax.types import SamplingParams
 
@@ -33,6 +35,7 @@ class CacheSizes:
     block_tokens: int
     blocks: int  # available to sequences
     windows: WindowSizes | None = None  # the pool of the layers with a window; None = they have `blocks` too
+    states: StateSizes | None = None  # of the layers with delta nets; None = there are none
 
     def allocated(self, window: int | None) -> int:
         """The blocks of a layer with this window, those that no sequence has included."""
@@ -68,13 +71,20 @@ def read_columns(columns: Mapping[str, jax.Array], table: jax.Array) -> dict[str
 
 
 def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
-    """Returns a cache of zeros, the padding block included."""
-    return tuple(
-        attention.empty(
-            sizes.allocated(config.window(layer)), config.n_kv_heads, sizes.block_tokens, config.head_dim, dtype
-        )
-        for layer in range(config.n_layers)
-    )
+    """Returns a cache of zeros, the padding block and the padding's state included."""
+
+    def empty(layer: int) -> LayerCache:
+        if config.mixer(layer) == 'delta':
+            assert config.delta is not None
+            assert sizes.states is not None
+            return empty_states(sizes.states.places + 1, config.delta, dtype)
+        blocks = sizes.allocated(config.window(layer))
+        return attention.empty(blocks, config.n_kv_heads, sizes.block_tokens, config.head_dim, dtype)
+
+    return tuple(map(empty, range(config.n_layers)))
+
+
+Copies = tuple[jax.Array, jax.Array]  # sources and targets, int32 [C] each
 
 
 def copy_blocks(
@@ -83,16 +93,23 @@ def copy_blocks(
     state: EngineState,
     sources: jax.Array,
     targets: jax.Array,
-    parts: tuple[jax.Array, jax.Array] | None,
+    parts: Copies | None,
+    states: Copies | None,
 ) -> EngineState:
     """Returns the state with block sources[i] copied to block targets[i], both int32 [C].
 
-    `parts` are sources and targets of the layers with a window, if they have a pool of their own.
+    `parts` are sources and targets of the layers with a window, if they have a pool of their own, `states` of the
+    layers with delta nets.
     """
-    layers = tuple(
-        attention.copy(layer, *((sources, targets) if parts is None or config.window(i) is None else parts))
-        for i, layer in enumerate(state.layers)
-    )
+
+    def copy(index: int, layer: LayerCache) -> LayerCache:
+        if isinstance(layer, DeltaState):
+            assert states is not None
+            return copy_states(layer, *states)
+        own = (sources, targets) if parts is None or config.window(index) is None else parts
+        return attention.copy(layer, *own)
+
+    layers = tuple(copy(index, layer) for index, layer in enumerate(state.layers))
     return EngineState(layers, {name: kept.at[targets].set(kept[sources]) for name, kept in state.columns.items()})
 
 
@@ -124,6 +141,7 @@ class Batch:
     table: Array  # int32 [B, M], blocks of the sequence, then the padding block
     adjustments: Adjustments | None  # None = programs without
     window_table: Array | None = None  # as `table`, of the layers with a window, if they have a pool of their own
+    state: Array | None = None  # int32 [B], the place of the row's state, if there are delta nets
 
 
 def most_stop_tokens(adjusted: bool) -> int:
@@ -152,6 +170,7 @@ def empty_batch(rows: int, sizes: CacheSizes, adjusted: bool = False, penalized:
         table=np.full((rows, sizes.table_blocks), sizes.padding_block, np.int32),
         adjustments=adjustments,
         window_table=_empty_window_table(rows, sizes),
+        state=None if sizes.states is None else np.full(rows, sizes.states.padding, np.int32),
     )
 
 
@@ -179,6 +198,8 @@ def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes, adjusted
         batch.table[place, : len(blocks)] = blocks
         if batch.window_table is not None:
             batch.window_table[place, : len(blocks)] = row.parts[: len(blocks)]
+        if batch.state is not None:
+            batch.state[place] = row.state
         if batch.adjustments is not None:
             batch.adjustments.fill(place, row)
     return batch, places
@@ -200,6 +221,8 @@ def check_row(row: DecodeRow, steps: int, sizes: CacheSizes, support: SamplingSu
         )
     if not all(0 <= block < sizes.blocks for block in row.blocks):
         raise ValueError(f'{where}blocks={[*row.blocks]} must lie between 0 and cache_blocks - 1 = {sizes.blocks - 1}')
+    if sizes.states is not None and not 0 <= row.state < sizes.states.places:
+        raise ValueError(f'{where}state={row.state} must be a place of a state, 0 to {sizes.states.places - 1}')
     if sizes.windows is not None:
         _check_parts(row, needed, sizes.windows, sizes.block_tokens)
     if params.penalizes and len(row.tokens) != length:

@@ -6,6 +6,7 @@ Shapes: B rows, S declared steps, M blocks of a table row, H heads, K key-value 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,9 +18,10 @@ from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.config.cluster import ENGINES
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Attend, Decoder, Params
+from areal_jax.models.delta_rule import DeltaInputs, DeltaState, Projected, Recur, run_steps
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix, require_experts
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import ModelConfig, require_delta_heads
 from areal_jax.models.logprobs import BlockSums, sum_blocks, sum_blocks_over
 from areal_jax.models.native_layers import Read
 from areal_jax.models.weights import logical_axes
@@ -80,6 +82,7 @@ class Generate:
 
     Args:
       over_heads: turns attention over the heads of one device into attention over all heads.
+      over_states: the same of the rule of delta nets.
       mix: the product of experts.
       sum_blocks: of logits, see sampling.sample_tokens.
       steps: maximum steps of one call, S.
@@ -90,6 +93,7 @@ class Generate:
     decoder: Decoder
     attention: CacheAttention
     over_heads: Callable[[Attend], Attend]
+    over_states: Callable[[Recur], Recur]
     mix: Mixer
     sum_blocks: Callable[[jax.Array], BlockSums]
     sizes: CacheSizes
@@ -175,11 +179,20 @@ class Generate:
 
         routing = Routing(self.mix, valid=rows.live)
         hidden, layers, routed = self.decoder.hidden_and_routes(
-            weights, rows.token, rows.position, self.over_heads(attend), state.layers, routing=routing
-        )
+            weights, rows.token, rows.position, self.over_heads(attend), state.layers, routing=routing,
+            recur=self._recur(batch, rows),
+        )  # fmt: skip
         found = {} if routed is None else routed.columns
         columns = write_columns(state, found, block, offset)
         return EngineState(layers, columns), self.decoder.logits(weights, hidden), None, found
+
+    def _recur(self, batch: Batch, rows: _Rows) -> Recur | None:
+        """Returns the rule of delta nets for a token of each row; None if there are none."""
+        if batch.state is None or self.sizes.states is None:
+            return None
+        places = jnp.where(rows.live, batch.state, self.sizes.states.padding)
+        step = lambda inputs, states: run_steps(inputs, states, places, rows.position == 0)
+        return self.over_states(step)
 
     def _find_near(self, batch: Batch, rows: _Rows, place: jax.Array) -> _Places | None:
         """Returns the places in the pool of the layers with a window; None if they have none of their own."""
@@ -287,11 +300,13 @@ def _record(
 
 _AXIS = 'tensor'  # mesh axis
 _HEADS = PartitionSpec(None, _AXIS)  # q, k, v and the output of attention, [T, heads, D]
+_DELTA = DeltaState(_HEADS, *(PartitionSpec(None, None, _AXIS),) * 3)  # type: ignore[arg-type]
 
 
 def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
     """Raises ConfigError if the heads or the experts cannot be divided evenly."""
     require_experts(config, expert, ENGINES)
+    require_delta_heads(config, tensor, ENGINES)
     if config.n_heads % tensor or config.n_kv_heads % tensor:
         raise ConfigError(
             f'tensor={tensor} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
@@ -323,7 +338,7 @@ class Placement:
     rows: Sharding  # of all but weights and cache: replicated
     published: Tree  # of weights as the engine receives them
     prepared: Sharding | None  # of weights in the form for decoding; None = as `prepare` returns them
-    layer: tuple[PartitionSpec, ...]  # of the arrays of a layer of the cache
+    layer: tuple[PartitionSpec, ...]  # of the arrays of a layer with attention
     cache: Tree
 
     @property
@@ -336,7 +351,7 @@ class Placement:
         empty = lambda: empty_cache(self.attention, self.config, sizes, dtype)
         if self.mesh is None:
             return empty()
-        specs = (self.layer,) * self.config.n_layers
+        specs = tuple(_DELTA if self.config.mixer(i) == 'delta' else self.layer for i in range(self.config.n_layers))
         return jax.shard_map(empty, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 
     @property
@@ -375,6 +390,15 @@ class Placement:
 
         return whole
 
+    def over_states(self, recur: Recur) -> Recur:
+        """Extends `recur` to all heads, like `over_heads`."""
+        if self.mesh is None:
+            return recur
+        inputs = DeltaInputs(*(_HEADS,) * 5, Projected(*(PartitionSpec(_AXIS),) * 3))
+        return jax.shard_map(
+            recur, mesh=self.mesh, in_specs=(inputs, _DELTA), out_specs=(_HEADS, _DELTA), check_vma=False
+        )
+
 
 def place(
     decoder: Decoder,
@@ -397,9 +421,7 @@ def place(
     """
     tensor = len(devices) // expert
     require_divides(decoder.config, tensor, expert)
-    config = dataclasses.replace(
-        decoder.config, n_heads=decoder.config.n_heads // tensor, n_kv_heads=decoder.config.n_kv_heads // tensor
-    )
+    config = _share_heads(decoder.config, tensor)
     demand = Demand(
         config.n_heads,
         config.n_kv_heads,
@@ -421,8 +443,20 @@ def place(
     shardings = weight_shardings(decoder, devices, expert)
     mesh = jax.tree.leaves(shardings)[0].mesh
     layer = _layer_specs(attention, config, sizes.block_tokens)
-    cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers
+    place_on = functools.partial(jax.tree.map, functools.partial(NamedSharding, mesh))
+    cache = tuple(place_on(_DELTA if config.mixer(i) == 'delta' else layer) for i in range(config.n_layers))
     return Placement(decoder, attention, rows, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
+
+
+def _share_heads(config: ModelConfig, tensor: int) -> ModelConfig:
+    """The config with the heads of one of `tensor` devices."""
+    delta = config.delta and dataclasses.replace(
+        config.delta,
+        key_heads=config.delta.key_heads // tensor,
+        value_heads=config.delta.value_heads // tensor,
+    )
+    heads, kv_heads = config.n_heads // tensor, config.n_kv_heads // tensor
+    return dataclasses.replace(config, n_heads=heads, n_kv_heads=kv_heads, delta=delta)
 
 
 def _token_form(devices: Sequence[jax.Device], weights: str) -> str:

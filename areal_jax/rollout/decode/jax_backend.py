@@ -26,6 +26,7 @@ from areal_jax.columns import ColumnArrays
 from areal_jax.config.declarations import DTYPES, choices
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.delta_rule import DeltaInputs
 from areal_jax.models.experts import Routing
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import Ranking
@@ -40,9 +41,12 @@ from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS
 from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.rollout.state_pool import StateSizes, size_states
 from areal_jax.rollout.window_blocks import WindowSizes, size_windows
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import MOST_ALTERNATIVES, PublishedWeights, TokenScores, Tree
+
+HostCopies = tuple[np.ndarray, np.ndarray]  # sources and targets, int32 [COPIES] each
 
 
 @jax.tree_util.register_dataclass
@@ -139,6 +143,8 @@ class JaxDecodeBackend:
       cache_blocks: blocks for sequences; None = enough for `slots` sequences of maximum length.
       window_blocks: of the pool of the layers with a window; 0 = they have the blocks of the others; None = as many as
         it takes, or 0 if these are not fewer than `cache_blocks`.
+      state_snapshots: states of delta nets that are kept for prompts that continue an earlier sequence, see
+        state_pool.size_states; None = half as many as `slots`, at least 1.
       prefill_buckets: ascending tokens of a packed prefill; longer sequences are prefilled in pieces of the last size.
       decode_steps: most tokens of a row in one `generate`.
       filtered: whether requests may use top_k, top_p or min_p.
@@ -168,6 +174,7 @@ class JaxDecodeBackend:
         block_tokens: int,
         cache_blocks: int | None = None,
         window_blocks: int | None = None,
+        state_snapshots: int | None = None,
         prefill_buckets: tuple[int, ...],
         decode_steps: int,
         filtered: bool,
@@ -203,7 +210,8 @@ class JaxDecodeBackend:
         )  # fmt: skip
         if window_blocks is not None and longest is not None:
             self.windows = WindowSizes(longest, window_blocks) if window_blocks else None
-        self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks, self.windows)
+        self.states = size_states(slots, state_snapshots) if decoder.config.delta else None
+        self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks, self.windows, self.states)
         self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
@@ -226,7 +234,7 @@ class JaxDecodeBackend:
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
-        self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on, on), out_shardings=state, donate_argnums=0)
+        self.copy_program = jax.jit(self._copy, in_shardings=(state, *(on,) * 4), out_shardings=state, donate_argnums=0)
         self.read_program = jax.jit(rows.read_columns, in_shardings=(on, on), out_shardings=on)
         self.generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
@@ -251,6 +259,7 @@ class JaxDecodeBackend:
             self._decoder,
             self._attention,
             self.placement.over_heads,
+            self.placement.over_states,
             self.placement.mix,
             self.placement.sum_blocks,
             self._sizes,
@@ -418,21 +427,21 @@ class JaxDecodeBackend:
         state: EngineState,
         copies: Sequence[tuple[int, int]],
         parts: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
     ) -> EngineState:
-        for some, some_parts in itertools.zip_longest(_cut(copies), _cut(parts), fillvalue=()):
-            first, last, of_parts = self.no_copies()
-            for index, copy in enumerate(some):
-                first[index], last[index] = copy
-            if of_parts is not None:
-                for index, copy in enumerate(some_parts):
-                    of_parts[0][index], of_parts[1][index] = copy
-            state = self.copy_program(state, first, last, of_parts)
+        for each in itertools.zip_longest(_cut(copies), _cut(parts), _cut(states), fillvalue=()):
+            first, last, *of_pools = self.no_copies()
+            for some, of_pool in zip(each, ((first, last), *of_pools), strict=True):
+                for index, copy in enumerate(some if of_pool is not None else ()):
+                    of_pool[0][index], of_pool[1][index] = copy
+            state = self.copy_program(state, first, last, *of_pools)
         return state
 
-    def no_copies(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+    def no_copies(self) -> tuple[np.ndarray, np.ndarray, HostCopies | None, HostCopies | None]:
         """Returns the arguments of `copy_program` after the state, for copies of padding to itself."""
         padding = lambda block: (np.full(rows.COPIES, block, np.int32), np.full(rows.COPIES, block, np.int32))
-        return *padding(self._sizes.padding_block), padding(self.windows.padding) if self.windows else None
+        of_pools = (padding(pool.padding) if pool else None for pool in (self.windows, self.states))
+        return *padding(self._sizes.padding_block), *of_pools
 
     def _generation(self, decoded: Sequence[DecodeRow]) -> Generation:
         if len(self.generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
@@ -440,7 +449,8 @@ class JaxDecodeBackend:
         return self.generations[-1]
 
     def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces[np.ndarray]:
-        return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block, self.windows)
+        sizes = self._sizes
+        return prefill.pack_pieces(pieces, bucket, self.block_tokens, sizes.padding_block, sizes.windows, sizes.states)
 
     # The programs.
 
@@ -456,16 +466,17 @@ class JaxDecodeBackend:
     def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
         at = self.placement
         fixed = self._decoder, self._attention, at.row_attention
-        return prefill.prefill_pieces(*fixed, weights.params, state, packed, at.over_heads, at.mix)
+        return prefill.prefill_pieces(*fixed, weights.params, state, packed, at.over_heads, at.mix, at.over_states)
 
     def _copy(
         self,
         state: EngineState,
         sources: jax.Array,
         targets: jax.Array,
-        parts: tuple[jax.Array, jax.Array] | None,
+        parts: rows.Copies | None,
+        states: rows.Copies | None,
     ) -> EngineState:
-        return rows.copy_blocks(self._attention, self._decoder.config, state, sources, targets, parts)
+        return rows.copy_blocks(self._attention, self._decoder.config, state, sources, targets, parts, states)
 
 
 def _cut(copies: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
@@ -592,7 +603,8 @@ class JaxScoring:
     def _scratch(self, program: Program) -> CacheSizes:
         """The scratch cache; a sequence takes whole blocks, so each may leave its last block partly empty."""
         blocks = -(-program.tokens // _BLOCK_TOKENS) + prefill.MAX_PIECES
-        return CacheSizes(program.tokens, _BLOCK_TOKENS, blocks)
+        states = StateSizes(1) if self._placement.config.delta else None  # each sequence begins, and leaves, its own
+        return CacheSizes(program.tokens, _BLOCK_TOKENS, blocks, states=states)
 
     def _pack(
         self, program: Program, requests: Sequence[ScoringRequest]
@@ -611,7 +623,8 @@ class JaxScoring:
             temperatures[scored] = request.temperatures
             token, place, block = token + length, scored.stop, block + blocks
         bucket = PrefillBucket(program.tokens, 0)
-        packed = prefill.pack_pieces(pieces, bucket, _BLOCK_TOKENS, self._scratch(program).padding_block)
+        scratch = self._scratch(program)
+        packed = prefill.pack_pieces(pieces, bucket, _BLOCK_TOKENS, scratch.padding_block, states=scratch.states)
         return packed, ScoredPlaces(sources, targets, temperatures, np.array(place, np.int32))
 
     def _run(
@@ -620,16 +633,28 @@ class JaxScoring:
         where, params = self._placement, weights.params
         decoder, given = where.decoder, jax.tree.map(jnp.asarray, packed)
         attend_layer = where.over_heads(prefill.attend_pieces(where.attention, where.row_attention, given))
-        scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer overwrites the last
+        # each layer overwrites the scratch of the last layer of its kind
+        scratch: dict[str, Tree] = {
+            decoder.config.mixer(index): entry
+            for index, entry in enumerate(where.empty_cache(self._scratch(program), self._dtype))
+        }
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
-            nonlocal scratch
-            out, scratch = attend_layer(q, k, v, scratch, window)
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None, **sinks: jax.Array
+        ) -> tuple[jax.Array, Tree]:
+            out, scratch['attention'] = attend_layer(q, k, v, scratch['attention'], window, **sinks)
+            return out, entry
+
+        def recur(inputs: DeltaInputs, entry: Tree) -> tuple[jax.Array, Tree]:
+            assert given.chunks is not None
+            run = where.over_states(prefill.recur_pieces(given.chunks))
+            out, scratch['delta'] = run(inputs, scratch['delta'])
             return out, entry
 
         hidden, _ = decoder.hidden(
-            params, given.tokens, given.positions, attend, wanted=given.wanted, routing=Routing(where.mix)
-        )
+            params, given.tokens, given.positions, attend, wanted=given.wanted, routing=Routing(where.mix),
+            recur=recur if decoder.config.delta else None,
+        )  # fmt: skip
         sources, targets, temperatures, wanted = map(jnp.asarray, scored)
         predicting = jnp.take(hidden, sources, axis=decoder.token_axis, mode='clip')
         return decoder.rank(params, predicting, targets, temperatures, program.alternatives, wanted)

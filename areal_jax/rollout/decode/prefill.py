@@ -27,6 +27,7 @@ from areal_jax.models.attention.backends import MAX_TILE_TOKENS, packed_attentio
 from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
+from areal_jax.models.delta_rule import CHUNK, PieceChunks, Recur, run_pieces
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
 from areal_jax.models.families import ModelConfig
@@ -34,6 +35,7 @@ from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
 from areal_jax.rollout.decode.decode_rows import EngineState, write_columns
+from areal_jax.rollout.state_pool import StateSizes
 from areal_jax.rollout.window_blocks import WindowSizes
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; leaves room for the programs of decoding
@@ -68,6 +70,7 @@ class PackedPieces(NamedTuple, Generic[_Array]):
     row_positions: _Array  # [R + A], in the sequence
     wanted: _Array  # [], tokens of the pieces; the others are padding
     parts: PackedParts[_Array] | None = None
+    chunks: PieceChunks | None = None  # of the layers with delta nets, if there are any
 
 
 # The attention of rows.
@@ -216,10 +219,12 @@ def pack_pieces(
     block_tokens: int,
     padding_block: int,
     windows: WindowSizes | None = None,
+    states: StateSizes | None = None,
 ) -> PackedPieces[np.ndarray]:
     """Packs the pieces in this order into the arrays of a prefill; padding tokens write to `padding_block`.
 
-    `windows` is the pool of the layers with a window; None = they have the blocks of the other layers.
+    `windows` is the pool of the layers with a window; None = they have the blocks of the other layers. `states` is the
+    pool of the layers with delta nets; None = there are none.
 
     Raises ValueError, naming the piece, if it is malformed, has no room in the bucket or shares a written position.
     """
@@ -257,7 +262,24 @@ def pack_pieces(
         token, place, run, block = token + length, place + len(positions), run + runs, block + needed
     packed.wanted[...] = token
     _require_written_once(packed, pieces, block_tokens)
-    return packed
+    return packed if states is None else packed._replace(chunks=_cut_chunks(pieces, bucket, states))
+
+
+def _cut_chunks(pieces: Sequence[PrefillPiece], bucket: PrefillBucket, states: StateSizes) -> PieceChunks:
+    """Cuts each piece into chunks of the rule of delta nets, from its first token on."""
+    most = bucket.tokens // CHUNK + MAX_PIECES + 1
+    first, count = np.zeros(most, np.int32), np.zeros(most, np.int32)
+    place, begins = np.full(most, states.padding, np.int32), np.zeros(most, bool)
+    token = number = 0
+    for index, piece in enumerate(pieces):
+        if not 0 <= piece.state < states.places:
+            raise ValueError(f'piece {index}: state={piece.state} must be a place of a state, 0 to {states.places - 1}')
+        starts = np.arange(0, len(piece.tokens), CHUNK)
+        own = slice(number, number + len(starts))
+        first[own], count[own] = token + starts, np.minimum(len(piece.tokens) - starts, CHUNK)
+        place[own], begins[number] = piece.state, piece.start == 0
+        token, number = token + len(piece.tokens), own.stop
+    return PieceChunks(first, count, place, begins, np.array(number, np.int32))  # type: ignore[arg-type]
 
 
 def _prior_ids(start: int, runs: int, block_tokens: int, segment: int) -> tuple[np.ndarray, np.ndarray]:
@@ -331,19 +353,27 @@ def prefill_pieces(
     packed: PackedPieces[np.ndarray],
     over_heads: Callable[[Attend], Attend] = lambda attend: attend,
     mix: Mixer = mix_blocks,
+    over_states: Callable[[Recur], Recur] = lambda recur: recur,
 ) -> EngineState:
     """Returns the state with the keys and values of all pieces. Its other content, NaN included, has no influence.
 
-    `over_heads` turns attention over the heads of one device into attention over all heads; `mix` is the product of
-    experts.
+    `over_heads` turns attention over the heads of one device into attention over all heads, `over_states` the rule of
+    delta nets likewise; `mix` is the product of experts.
     """
     given = jax.tree.map(jnp.asarray, packed)
     attend = over_heads(attend_pieces(attention, row_attention, given))
+    recur = None if given.chunks is None else over_states(recur_pieces(given.chunks))
     _, layers, routed = decoder.hidden_and_routes(
-        weights, given.tokens, given.positions, attend, state.layers, wanted=given.wanted, routing=Routing(mix)
-    )
+        weights, given.tokens, given.positions, attend, state.layers, wanted=given.wanted, routing=Routing(mix),
+        recur=recur,
+    )  # fmt: skip
     found = {} if routed is None else routed.columns
     return EngineState(layers, write_columns(state, found, given.blocks, given.offsets))
+
+
+def recur_pieces(chunks: PieceChunks) -> Recur:
+    """Returns the `recur` of Decoder.hidden for packed pieces."""
+    return lambda inputs, states: run_pieces(inputs, states, chunks)
 
 
 def attend_pieces(attention: CacheAttention, row_attention: RowAttention, packed: PackedPieces[jax.Array]) -> Attend:
