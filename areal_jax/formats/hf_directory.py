@@ -32,6 +32,7 @@ from areal_jax.models.weights import (
     is_adapter,
     is_float32,
     leaf_at,
+    leaf_dtype,
     nest,
     weight_table,
 )
@@ -332,11 +333,11 @@ def _place_all(
         sources = [tensor.find_in(stored[tensor.name]) for tensor in tensors]
         first, last = tensors[0], tensors[-1]
         places = [_place_in(tensor, layers) for tensor in tensors]
-        own = 'float32' if is_float32(path) else dtype
+        as_stored = str(DTYPES.get(sources[0].stored_as, np.dtype(np.float32)))
         leaf = _place(
             (*(number + 1 for number in _place_in(last, layers)), *first.leaf_shape),
             leaf_at(shardings, path) if isinstance(shardings, Mapping) else shardings,
-            jnp.dtype(own) if own else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
+            jnp.dtype(leaf_dtype(path, dtype or as_stored)),
             list(zip(places, sources, strict=True)),
             first.transposed,
         )

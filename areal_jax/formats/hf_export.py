@@ -30,7 +30,7 @@ from areal_jax.formats.hf_directory import (
 )
 from areal_jax.formats.safetensors_file import write_tensors
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import Params, is_float32, leaf_at
+from areal_jax.models.weights import Params, is_float32, leaf_at, leaf_dtype
 
 # the files of a model besides its config and weights: tokenizer, chat template, its makers' sampling parameters
 COMPANIONS = (
@@ -207,8 +207,8 @@ def _assign(params: Params, tensors: Mapping[str, Sequence[HfTensor]], file_of: 
 
 
 def _describe(params: Params, tensor: HfTensor, dtype: str | None) -> jax.ShapeDtypeStruct:
-    own = 'float32' if is_float32(tensor.path) else dtype or leaf_at(params, tensor.path).dtype
-    return jax.ShapeDtypeStruct(tensor.shape, own)
+    own = dtype or str(leaf_at(params, tensor.path).dtype)
+    return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(leaf_dtype(tensor.path, own)))
 
 
 def _index(weights: Mapping[str, _Planned]) -> dict[str, object]:
