@@ -25,6 +25,7 @@ from areal_jax.learning.weights import choose_trained
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.families import ModelConfig
+from areal_jax.models.weights import leaf_dtype
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
 from areal_jax.sharding.rules import Allocation, EngineDevices, nearest_device, path_name
 from areal_jax.types import Tree
@@ -169,7 +170,9 @@ def describe_weights(backend: JaxDecodeBackend) -> PreparedWeights:
     """Describes what `backend.prepare` returns, on accelerators."""
     placement = backend.placement
     decoder, dtype = placement.decoder, backend.dtype
-    published = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), decoder.abstract())
+    own = lambda path: jax.numpy.dtype(leaf_dtype(path_name(path), dtype.name))
+    describe_published = lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, own(path))
+    published = jax.tree_util.tree_map_with_path(describe_published, decoder.abstract())
     prepared = jax.eval_shape(decoder.prepare, published)
     over: Tree = placement.published
     if placement.mesh is None:

@@ -12,11 +12,20 @@ import os
 import pathlib
 
 from areal_jax import files
-from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, rope_fields
-from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, LAYERS_END, ClampedSwiglu, Experts, ModelConfig
+from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, read_rotary_dim, rope_fields
+from areal_jax.models.families import (
+    EXPERT_COUNTS,
+    FAMILIES,
+    LAYERS_END,
+    ClampedSwiglu,
+    DeltaNet,
+    Experts,
+    ModelConfig,
+)
 
 CONFIG = 'config.json'
-TEXT_OF = {'gemma3': 'gemma3_text'}  # composite models by model_type, whose text part alone is read
+# composite models by model_type, whose text part alone is read
+TEXT_OF = {'gemma3': 'gemma3_text', 'qwen3_5': 'qwen3_5_text', 'qwen3_5_moe': 'qwen3_5_moe_text'}
 # what the models of some other types need
 _MISSING = {
     'gemma4': 'head sizes that differ by layer, and layers that share their keys and values',
@@ -26,6 +35,14 @@ _MISSING = {
     'kimi_linear': 'linear attention layers (KDA) and attention over latent keys (MLA)',
     'phi3': 'fused query, key and value projections, and longrope',
     'mistral3': 'the text part of this composite model, whose queries are scaled by their positions',
+}
+
+_DELTA_SIZES = {  # fields of config.json by those of DeltaNet
+    'key_heads': 'linear_num_key_heads',
+    'value_heads': 'linear_num_value_heads',
+    'key_dim': 'linear_key_head_dim',
+    'value_dim': 'linear_value_head_dim',
+    'taps': 'linear_conv_kernel_dim',
 }
 
 # options of the computation with the only value that is supported; absent and null count as that value
@@ -116,6 +133,14 @@ def _only_values(family: str) -> dict[str, object]:
             del only[name]
     if defaults.experts and defaults.experts.swiglu:
         del only['quantization_config']
+    if defaults.experts and defaults.experts.d_shared:
+        del only['shared_expert_intermediate_size']
+        if not defaults.experts.has_dense_layers:
+            only |= {'norm_topk_prob': True, 'mlp_only_layers': [], 'decoder_sparse_step': 1}
+    if defaults.delta:
+        del only['partial_rotary_factor']
+        only |= {'attention_bias': False, 'attn_output_gate': True, 'output_gate_type': 'swish'}
+        only |= {'mamba_ssm_dtype': 'float32'}
     return only
 
 
@@ -130,7 +155,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
         'model_type': config.family,
         'vocab_size': config.vocab_size,
         'hidden_size': config.d_model,
-        'intermediate_size': config.d_ff,
+        **({'intermediate_size': config.d_ff} if _has_d_ff(config.family) else {}),
         'num_hidden_layers': config.n_layers,
         'num_attention_heads': config.n_heads,
         'num_key_value_heads': config.n_kv_heads,
@@ -187,6 +212,8 @@ def _model_config(fields: Fields, family: str) -> ModelConfig:
         output_bias=attention_bias,
         rope_scaling=rope.scaling,
         kinds=kinds,
+        rotary_dim=read_rotary_dim(fields, family, head_dim),
+        delta=_delta(fields, family) if any(kind.mixer == 'delta' for kind in kinds) else None,
         experts=_experts(fields, family, n_layers),
         embedding_factor=math.sqrt(d_model) if defaults.scales_embedding else 1.0,
         score_scale=_score_scale(fields, family, head_dim),
@@ -213,12 +240,25 @@ def _experts(fields: Fields, family: str, n_layers: int) -> Experts | None:
     per_token = fields.integer('num_experts_per_tok', names.per_token)
     if per_token > count:
         raise HfError(f'{fields.path}: num_experts_per_tok={per_token} is more than the {count} experts')
-    normalised = fields.flag('norm_topk_prob') if names.normalised is None else names.normalised
+    normalised = fields.flag('norm_topk_prob', names.normalises) if names.normalised is None else names.normalised
     dense = _dense_layers(fields, n_layers) if names.has_dense_layers else ()
     swiglu = names.swiglu and ClampedSwiglu(
         fields.number('swiglu_limit', names.swiglu.limit), fields.number('swiglu_alpha', names.swiglu.alpha)
     )
-    return Experts(count, per_token, fields.integer(*names.d_expert), normalised, dense, swiglu)
+    shared = fields.integer(*names.d_shared) if names.d_shared else 0
+    return Experts(count, per_token, fields.integer(*names.d_expert), normalised, dense, swiglu, shared)
+
+
+def _delta(fields: Fields, family: str) -> DeltaNet:
+    default = FAMILIES[family].delta
+    assert default is not None
+    sizes = {size: fields.integer(name, getattr(default, size)) for size, name in _DELTA_SIZES.items()}
+    if sizes['value_heads'] % sizes['key_heads']:
+        raise HfError(
+            f'{fields.path}: linear_num_value_heads={sizes["value_heads"]} is not a multiple of '
+            f'linear_num_key_heads={sizes["key_heads"]}'
+        )
+    return DeltaNet(**sizes)
 
 
 def _dense_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
@@ -237,8 +277,17 @@ def _dense_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _d_ff(fields: Fields, family: str) -> int:
     experts = FAMILIES[family].experts
-    default = experts.d_ff or experts.d_expert[1] if experts else FAMILIES[family].sizes.get('intermediate_size')
-    return fields.integer('intermediate_size', default)
+    if experts and not experts.has_dense_layers:
+        return fields.integer(*experts.d_expert)
+    return fields.integer(
+        'intermediate_size', experts.d_ff if experts else FAMILIES[family].sizes.get('intermediate_size')
+    )
+
+
+def _has_d_ff(family: str) -> bool:
+    """Whether the family's config.json has the width of an MLP that is no expert."""
+    experts = FAMILIES[family].experts
+    return experts is None or experts.has_dense_layers
 
 
 def _family_fields(config: ModelConfig) -> dict[str, object]:
@@ -257,6 +306,8 @@ def _family_fields(config: ModelConfig) -> dict[str, object]:
             'attn_logit_softcapping': None,
         }
         fields['use_bidirectional_attention'] = False
+    if config.delta is not None:
+        fields |= {name: getattr(config.delta, size) for size, name in _DELTA_SIZES.items()}
     return fields | kind_fields(config) | _expert_fields(config)
 
 
@@ -273,6 +324,8 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
     }
     if experts.swiglu is not None:
         fields |= {'swiglu_limit': experts.swiglu.limit, 'swiglu_alpha': experts.swiglu.alpha}
+    if names.d_shared is not None:
+        fields[names.d_shared[0]] = experts.d_shared
     if names.normalised is None:
         fields['norm_topk_prob'] = experts.normalised
     if names.has_dense_layers:
@@ -286,6 +339,8 @@ def _require_expressible(config: ModelConfig) -> None:
     expected: dict[str, object] = {**family.switches, 'plain': False}
     del expected['qkv_bias']  # below
     expected['embedding_factor'] = math.sqrt(config.d_model) if family.scales_embedding else 1.0
+    if family.rotary_fraction == 1.0:
+        expected['rotary_dim'] = None
     if family.score_scalar is None:
         expected |= {'score_scale': None, 'logit_cap': None}
     if family.attention_bias == 'field':
@@ -297,6 +352,8 @@ def _require_expressible(config: ModelConfig) -> None:
             raise HfError(f'normalised={config.experts.normalised} cannot be written for family={config.family!r}')
         if config.experts.dense_layers and not family.experts.has_dense_layers:
             raise HfError(f'dense layers {config.experts.dense_layers} cannot be written for family={config.family!r}')
+        if (config.experts.d_shared > 0) != (family.experts.d_shared is not None):
+            raise HfError(f'd_shared={config.experts.d_shared} cannot be written for family={config.family!r}')
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise HfError(

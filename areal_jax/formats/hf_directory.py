@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeGuard
 
 import jax
@@ -21,9 +21,21 @@ import numpy as np
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
 from areal_jax.formats.hf_layouts import WeightsError, split_fused, take_text, unpack_mxfp4
+from areal_jax.formats.hf_parts import Part, join_parts, parts_of
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import FORMS, Params, WeightSpec, at_layer, is_adapter, leaf_at, nest, weight_table
+from areal_jax.models.weights import (
+    FORMS,
+    Params,
+    WeightSpec,
+    at_layer,
+    is_adapter,
+    is_float32,
+    leaf_at,
+    leaf_dtype,
+    nest,
+    weight_table,
+)
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
 
@@ -37,7 +49,7 @@ class HasShape(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HfTensor:
-    """A tensor in a file of Hugging Face, and the leaf that it holds."""
+    """A tensor in a file of Hugging Face, and the leaf that it holds, or one of the leaves that share it."""
 
     name: str
     path: str  # of the leaf in list form, 'layers/0/attention/query/weight'
@@ -46,26 +58,61 @@ class HfTensor:
     transposed: bool  # whether the tensor is the transpose of the leaf, or of the part of its expert
     layer: int | None = None  # None = it is in no layer
     expert: int | None = None  # index in the first axis of the leaf in list form; None = it is the whole leaf
+    part: Part | None = None  # the rows of the tensor that are the leaf's; None = all
+
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
+        """The shape of the leaf, or of the part of its expert."""
+        shape = self.shape if self.part is None else self.part.shape
+        return shape[::-1] if self.transposed else shape
 
     def take_from(self, leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        """The tensor's values from its leaf in list form; for numpy they are views."""
+        """The tensor's values, or its rows of this leaf, from the leaf in list form; for numpy they are views."""
         values = leaf if self.expert is None else leaf[self.expert]
         return values.T if self.transposed else values
+
+    def give_to(self, tensor: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        """The inverse of `take_from`: the values of the leaf, or of the part of its expert."""
+        values = tensor if self.part is None else self.part.take_from(tensor)
+        return values.T if self.transposed else values
+
+    def find_in(self, stored: StoredTensor) -> StoredTensor:
+        """The values of the leaf in the file, transposed if the tensor is."""
+        return stored if self.part is None else self.part.find_in(stored)
+
+
+def by_name(tensors: Iterable[HfTensor]) -> dict[str, list[HfTensor]]:
+    """The tensors by name, in their order: one for each leaf that shares it."""
+    found: dict[str, list[HfTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    return found
+
+
+def join_leaves(sharing: Sequence[HfTensor], fetch: Callable[[str], np.ndarray | jax.Array]) -> np.ndarray | jax.Array:
+    """The values of a tensor from its leaves, `fetch(path)` each; for numpy a view if it has only one."""
+    values = [tensor.take_from(fetch(tensor.path)) for tensor in sharing]
+    parts = [tensor.part for tensor in sharing if tensor.part is not None]
+    return join_parts(parts, values) if parts else values[0]
 
 
 def to_hf_names(params: Params, config: ModelConfig) -> dict[str, np.ndarray | jax.Array]:
     """{'model.layers.0.self_attn.q_proj.weight': [out, in], ...}; matrices of numpy are transposed views.
 
-    `params` are in list form. Raises WeightsError for adapters that are not merged.
+    A tensor that several leaves share is a copy. `params` are in list form.
+
+    Raises WeightsError for adapters that are not merged.
     """
     require_merged(params)
-    return {tensor.name: tensor.take_from(leaf_at(params, tensor.path)) for tensor in hf_tensors(config)}
+    fetch = functools.partial(leaf_at, params)
+    return {name: join_leaves(sharing, fetch) for name, sharing in by_name(hf_tensors(config)).items()}
 
 
 def from_hf_names(tensors: Mapping[str, np.ndarray | jax.Array], config: ModelConfig) -> Params:
     """The inverse of `to_hf_names`, bit for bit, as a nested dict.
 
-    Matrices of numpy are transposed views, but experts are copied, because a leaf holds all experts of a layer.
+    Matrices of numpy are transposed views, but experts are copied, because a leaf holds all experts of a layer; so are
+    rows that do not follow each other in a tensor that several leaves share.
 
     Raises WeightsError that names missing, surplus or wrongly shaped tensors.
     """
@@ -73,8 +120,7 @@ def from_hf_names(tensors: Mapping[str, np.ndarray | jax.Array], config: ModelCo
     parts: dict[str, list[np.ndarray | jax.Array]] = {}
     experts = set()
     for tensor in hf_tensors(config):
-        values = tensors[tensor.name]
-        parts.setdefault(tensor.path, []).append(values.T if tensor.transposed else values)
+        parts.setdefault(tensor.path, []).append(tensor.give_to(tensors[tensor.name]))
         if tensor.expert is not None:
             experts.add(tensor.path)
     return nest((path, _join(values) if path in experts else values[0]) for path, values in parts.items())
@@ -87,22 +133,23 @@ def _join(experts: list[np.ndarray | jax.Array]) -> np.ndarray | jax.Array:
 
 @functools.lru_cache(maxsize=4)  # publication to files lists them for every version
 def hf_tensors(config: ModelConfig) -> tuple[HfTensor, ...]:
-    """Every tensor of a causal language model, in the order of the forward pass."""
+    """Every tensor of a causal language model, in the order of the forward pass; one for each leaf that shares it."""
     return tuple(_list_tensors(config))
 
 
 def _list_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     specs = [spec for spec in weight_table(config).values() if spec.hf_name is not None]
-    in_layers = [spec for spec in specs if spec.in_layers]
+    in_layers, parts = [spec for spec in specs if spec.in_layers], parts_of(config)
     for spec in specs:
         if not spec.in_layers:
-            yield from _tensors(spec, None)
+            yield from _tensors(spec, None, None)
         elif spec is in_layers[0]:  # all layers take the place of the first row of a layer
             for layer in range(config.n_layers):
-                yield from (tensor for row in in_layers if layer in row.layers for tensor in _tensors(row, layer))
+                own = (row for row in in_layers if layer in row.layers)
+                yield from (tensor for row in own for tensor in _tensors(row, layer, parts.get(row.path)))
 
 
-def _tensors(spec: WeightSpec, layer: int | None) -> Iterator[HfTensor]:
+def _tensors(spec: WeightSpec, layer: int | None, part: Part | None) -> Iterator[HfTensor]:
     """The tensors of a leaf: one, or one per expert."""
     assert spec.hf_name is not None
     path, name = (text if layer is None else at_layer(text, layer) for text in (spec.path, spec.hf_name))
@@ -111,7 +158,8 @@ def _tensors(spec: WeightSpec, layer: int | None) -> Iterator[HfTensor]:
     for expert in experts:
         own = name if expert is None else name.replace('*', str(expert))
         shaped = shape[::-1] if spec.transposed else shape
-        yield HfTensor(own, path, spec.stacked_path, shaped, spec.transposed, layer, expert)
+        whole = shaped if part is None else part.whole
+        yield HfTensor(own, path, spec.stacked_path, whole, spec.transposed, layer, expert, part)
 
 
 def require_merged(params: Params) -> None:
@@ -161,7 +209,8 @@ def load_hf(
 
     Args:
       shardings: one sharding for all leaves, or a tree of shardings in the form `layers`; None = the default device.
-      dtype: of the arrays, one of WEIGHT_DTYPES; files hold float32, bfloat16 or float16.
+      dtype: of the arrays, one of WEIGHT_DTYPES, except for leaves that are float32 in every copy
+        (models/weights.is_float32); files hold float32, bfloat16 or float16.
       layers: 'list' or 'stacked', as Decoder has them.
 
     Raises HfError that names the file and what is wrong: an option or architecture that is not supported, tensors that
@@ -208,7 +257,8 @@ def map_hf_weights(directory: str | os.PathLike[str], config: ModelConfig) -> Pa
         mapped = {name: tensor.map() for name, tensor in stored.items()}
     except SafetensorsError as error:
         raise HfError(str(error)) from error
-    return from_hf_names(mapped, config)
+    leaf = lambda path, values: values.astype(np.float32) if is_float32(path_name(path)) else values
+    return jax.tree_util.tree_map_with_path(leaf, from_hf_names(mapped, config))
 
 
 def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
@@ -280,14 +330,14 @@ def _place_all(
     leaves = []
     done, total = 0, sum(tensor.nbytes for tensor in stored.values())
     for path, tensors in _leaves(config, layers).items():
-        sources = [stored[tensor.name] for tensor in tensors]
+        sources = [tensor.find_in(stored[tensor.name]) for tensor in tensors]
         first, last = tensors[0], tensors[-1]
         places = [_place_in(tensor, layers) for tensor in tensors]
-        whole = first.shape[::-1] if first.transposed else first.shape
+        as_stored = str(DTYPES.get(sources[0].stored_as, np.dtype(np.float32)))
         leaf = _place(
-            (*(number + 1 for number in _place_in(last, layers)), *whole),
+            (*(number + 1 for number in _place_in(last, layers)), *first.leaf_shape),
             leaf_at(shardings, path) if isinstance(shardings, Mapping) else shardings,
-            jnp.dtype(dtype) if dtype else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
+            jnp.dtype(leaf_dtype(path, dtype or as_stored)),
             list(zip(places, sources, strict=True)),
             first.transposed,
         )

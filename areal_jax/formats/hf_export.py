@@ -19,10 +19,18 @@ import numpy as np
 
 from areal_jax import files
 from areal_jax.formats.hf_config import CONFIG, HfError, hf_config, read_json
-from areal_jax.formats.hf_directory import INDEX, WEIGHTS, HfTensor, hf_tensors, require_merged
+from areal_jax.formats.hf_directory import (
+    INDEX,
+    WEIGHTS,
+    HfTensor,
+    by_name,
+    hf_tensors,
+    join_leaves,
+    require_merged,
+)
 from areal_jax.formats.safetensors_file import write_tensors
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import Params, leaf_at
+from areal_jax.models.weights import Params, is_float32, leaf_at, leaf_dtype
 
 # the files of a model besides its config and weights: tokenizer, chat template, its makers' sampling parameters
 COMPANIONS = (
@@ -57,7 +65,7 @@ class HfFiles:
     """A checkpoint directory to be written. Producer: `plan_hf_files`."""
 
     params: Params
-    tensors: Mapping[str, HfTensor]  # of all files, by name
+    tensors: Mapping[str, Sequence[HfTensor]]  # of all files, by name: one for each leaf that shares it
     weights: Mapping[str, _Planned]  # by file name
     config_json: Mapping[str, object]
     companions: Sequence[pathlib.Path]  # are copied
@@ -101,7 +109,7 @@ class HfFiles:
 
         def read(key: str) -> np.ndarray:
             note(_nbytes(planned[key]))
-            return _host_tensor(fetch_once(tensors[key].path), tensors[key], planned[key].dtype)
+            return _host_tensor(np.asarray(join_leaves(tensors[key], fetch_once)), key, planned[key].dtype)
 
         write_tensors(directory / name, planned, read)
 
@@ -131,9 +139,11 @@ def plan_hf_files(
 
     Args:
       params: nested dict of float arrays in list form, without adapters.
-      dtype: of the files; None = as the arrays have it.
+      dtype: of the files; None = as the arrays have it. Leaves that are float32 in every copy
+        (models/weights.is_float32) are float32 in files too.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
-      file_of: path of a leaf -> number of its file; replaces `file_bytes`.
+      file_of: path of a leaf -> number of its file; replaces `file_bytes`. Of leaves that share a tensor the first
+        decides.
       companions: None = nothing besides config and weights.
       separate_head: writes a head that is the embedding as a separate tensor too, and says so in config.json.
 
@@ -141,12 +151,15 @@ def plan_hf_files(
     """
     require_merged(params)
     stored = dataclasses.replace(config, tie_embeddings=False) if separate_head else config
-    tensors = [_find_leaf(tensor, config) for tensor in hf_tensors(stored)]
+    tensors = by_name(_find_leaf(tensor, config) for tensor in hf_tensors(stored))
     if file_of is None:
         planned = _split(params, tensors, dtype, file_bytes)
     else:
         planned = _assign(params, tensors, file_of)
-    stored_dtype = str(next(iter(planned[0].values())).dtype)
+    all_planned = {name: described for file in planned for name, described in file.items()}
+    stored_dtype = str(
+        next(all_planned[name].dtype for name, (first, *_) in tensors.items() if not is_float32(first.path))
+    )
     companions = companions or HfCompanions()
     config_json = hf_config(stored, stored_dtype) | dict(companions.token_ids)
     copied: list[pathlib.Path] = []
@@ -156,8 +169,7 @@ def plan_hf_files(
         config_json |= {name: original[name] for name in TOKEN_IDS if original.get(name) is not None}
     count = len(planned)
     names = [f'model-{n:05d}-of-{count:05d}.safetensors' for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    by_name = {tensor.name: tensor for tensor in tensors}
-    return HfFiles(params, by_name, dict(zip(names, planned, strict=True)), config_json, copied, companions.texts)
+    return HfFiles(params, tensors, dict(zip(names, planned, strict=True)), config_json, copied, companions.texts)
 
 
 def write_record(path: pathlib.Path, record: Mapping[str, object]) -> None:
@@ -170,27 +182,33 @@ def _find_leaf(tensor: HfTensor, config: ModelConfig) -> HfTensor:
     return dataclasses.replace(tensor, path='embedding') if config.tie_embeddings and tensor.path == 'head' else tensor
 
 
-def _split(params: Params, tensors: Sequence[HfTensor], dtype: str | None, file_bytes: int | None) -> list[_Planned]:
+def _split(
+    params: Params, tensors: Mapping[str, Sequence[HfTensor]], dtype: str | None, file_bytes: int | None
+) -> list[_Planned]:
     """The tensors of each file; a tensor that is larger than the limit is alone in its file."""
     planned: list[_Planned] = [{}]
     size = 0
-    for tensor in tensors:
-        described = jax.ShapeDtypeStruct(tensor.shape, dtype or leaf_at(params, tensor.path).dtype)
+    for name, (first, *_) in tensors.items():
+        described = _describe(params, first, dtype)
         size += _nbytes(described)
         if file_bytes is not None and size > file_bytes and planned[-1]:
             planned.append({})
             size = _nbytes(described)
-        planned[-1][tensor.name] = described
+        planned[-1][name] = described
     return planned
 
 
-def _assign(params: Params, tensors: Sequence[HfTensor], file_of: Callable[[str], int]) -> list[_Planned]:
+def _assign(params: Params, tensors: Mapping[str, Sequence[HfTensor]], file_of: Callable[[str], int]) -> list[_Planned]:
     """The tensors of each file, files in the order of their numbers."""
     planned: dict[int, _Planned] = {}
-    for tensor in tensors:
-        described = jax.ShapeDtypeStruct(tensor.shape, leaf_at(params, tensor.path).dtype)
-        planned.setdefault(file_of(tensor.path), {})[tensor.name] = described
+    for name, (first, *_) in tensors.items():
+        planned.setdefault(file_of(first.path), {})[name] = _describe(params, first, None)
     return [planned[number] for number in sorted(planned)]
+
+
+def _describe(params: Params, tensor: HfTensor, dtype: str | None) -> jax.ShapeDtypeStruct:
+    own = dtype or str(leaf_at(params, tensor.path).dtype)
+    return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(leaf_dtype(tensor.path, own)))
 
 
 def _index(weights: Mapping[str, _Planned]) -> dict[str, object]:
@@ -199,14 +217,13 @@ def _index(weights: Mapping[str, _Planned]) -> dict[str, object]:
     return {'metadata': {'total_size': total}, 'weight_map': places}
 
 
-def _host_tensor(leaf: np.ndarray, tensor: HfTensor, dtype: np.dtype) -> np.ndarray:
-    given = np.asarray(tensor.take_from(leaf))
+def _host_tensor(given: np.ndarray, name: str, dtype: np.dtype) -> np.ndarray:
     with np.errstate(over='ignore'):
         values = given.astype(dtype, copy=False)
     if values.dtype != given.dtype and not np.isfinite(values).all():
         largest = float(jnp.finfo(values.dtype).max)
         raise HfError(
-            f'{tensor.name} has values that {values.dtype} cannot hold (its largest is {largest:.5g}); write float32, '
+            f'{name} has values that {values.dtype} cannot hold (its largest is {largest:.5g}); write float32, '
             'or bfloat16 in place of float16'
         )
     return values

@@ -5,6 +5,7 @@ Used by `hf_config`, which has the other fields. A file has one object of rotary
 
 from __future__ import annotations
 
+import math
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from areal_jax.errors import UserError
 from areal_jax.models.families import (
+    DELTA,
     FAMILIES,
     LayerKind,
     LinearScaling,
@@ -22,7 +24,8 @@ from areal_jax.models.families import (
     YarnScaling,
 )
 
-FULL, SLIDING = 'full_attention', 'sliding_attention'
+FULL, SLIDING, LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
+_PARTIAL = 'partial_rotary_factor'  # the part of a head that is rotated
 _NO_WINDOW_LAYERS = 28  # max_window_layers of the Qwen families
 _SIZE_END = 2**31  # sizes are int32
 # kinds of rotary scaling whose frequencies change with the length that a sequence has reached
@@ -93,7 +96,7 @@ def _read_one_rope(fields: Fields, family: str) -> Rope:
     theta = fields.number('rope_theta', defaults.rope_theta)
     if fields.get(name) is None:
         return Rope(theta, defaults.rope_scaling)
-    return _read_rope(fields, name, rope, theta)
+    return _read_rope(fields, name, rope, theta, partial=defaults.rotary_fraction != 1.0)
 
 
 def _read_rope_by_kind(fields: Fields, family: str) -> tuple[Rope, Rope]:
@@ -123,11 +126,15 @@ def _read_rope_by_kind(fields: Fields, family: str) -> tuple[Rope, Rope]:
     )
 
 
-def _read_rope(fields: Fields, name: str, rope: Mapping[str, object], default_theta: float) -> Rope:
+def _read_rope(
+    fields: Fields, name: str, rope: Mapping[str, object], default_theta: float, *, partial: bool = False
+) -> Rope:
+    """A rope; `partial` = the family may rotate a part of each head, which `read_rotary_dim` reads."""
     inner = Fields(fields.path, {f'{name}.{key}': value for key, value in rope.items()})
     theta = inner.number(f'{name}.rope_theta', default_theta)
-    if inner.get(partial := f'{name}.partial_rotary_factor', 1.0) != 1.0:
-        raise fields.unsupported(partial, inner.get(partial), '1.0')
+    factor = f'{name}.{_PARTIAL}'
+    if not partial and inner.get(factor, 1.0) != 1.0:
+        raise fields.unsupported(factor, inner.get(factor), '1.0')
     kind = rope.get('rope_type', rope.get('type', 'default'))
     return Rope(theta, _read_scaling(fields, inner, name, kind))
 
@@ -168,11 +175,30 @@ def _read_scaling(fields: Fields, inner: Fields, name: str, kind: object) -> Rop
     )
 
 
+def read_rotary_dim(fields: Fields, family: str, head_dim: int) -> int | None:
+    """The first numbers of a head, which are rotated; None = all."""
+    if (default := FAMILIES[family].rotary_fraction) == 1.0:
+        return None
+    name, rope = _PARTIAL, fields.get('rope_scaling') or fields.get('rope_parameters', {})
+    given = Fields(fields.path, {name: fields.get(name, 1.0 if fields.is_null(name) else default)})
+    if rope.get(_PARTIAL) is not None:  # comes before the field at the top
+        name = f'rope_parameters.{_PARTIAL}'
+        given = Fields(fields.path, {name: rope[_PARTIAL]})
+    rotated = int(head_dim * given.number(name))  # as transformers rounds
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise fields.unsupported(name, given.get(name), f'a part that is an even number of the {head_dim} of a head')
+    return None if rotated == head_dim else rotated
+
+
 def rope_fields(config: ModelConfig) -> dict[str, object]:
     """The rotary fields of a model, for transformers 4 and 5."""
     scaling = _scaling_fields(config.rope_scaling)
-    fields = {'rope_theta': config.rope_theta, 'rope_scaling': scaling if config.rope_scaling else None}
-    full = {**scaling, 'rope_theta': config.rope_theta}
+    fields: dict[str, object] = {'rope_theta': config.rope_theta}
+    fields['rope_scaling'] = scaling if config.rope_scaling else None
+    full: dict[str, object] = {**scaling, 'rope_theta': config.rope_theta}
+    if FAMILIES[config.family].rotary_fraction != 1.0:
+        factor = {_PARTIAL: _rotated_part(config.rotary_dim or config.head_dim, config.head_dim)}
+        fields, full = fields | factor, full | factor
     if FAMILIES[config.family].window_theta is None:
         return {**fields, 'rope_parameters': full}
     window = _window_rope(config)
@@ -180,6 +206,12 @@ def rope_fields(config: ModelConfig) -> dict[str, object]:
         fields['rope_local_base_freq'] = window.theta
     sliding = {**_scaling_fields(window.scaling), 'rope_theta': window.theta}
     return {**fields, 'rope_parameters': {FULL: full, SLIDING: sliding}}
+
+
+def _rotated_part(rotated: int, head_dim: int) -> float:
+    """The part of a head whose product with head_dim, rounded down, is the count of rotated numbers."""
+    part = rotated / head_dim
+    return part if int(head_dim * part) == rotated else math.nextafter(part, 1.0)
 
 
 def _window_rope(config: ModelConfig) -> Rope:
@@ -205,12 +237,14 @@ def _scaling_fields(scaling: RopeScaling | None) -> dict[str, object]:
     return {'rope_type': 'yarn', **fields, **bounds, **given}
 
 
-# Windows, and layers without rotation.
+# Windows, layers without rotation, and layers with a gated delta net.
 
 
 def read_kinds(fields: Fields, family: str, n_layers: int) -> tuple[Rope, tuple[LayerKind, ...]]:
     """(the rope of layers without a window, the kinds of the layers)."""
     rope, of_windows = read_ropes(fields, family)
+    if FAMILIES[family].full_attention_every:
+        return rope, _listed_mixers(fields, family, n_layers)
     if FAMILIES[family].windows == 'listed':
         rotates = _rotated_layers(fields, family, n_layers)
         windows = _listed_windows(fields, family, n_layers, rotates)
@@ -224,6 +258,20 @@ def read_kinds(fields: Fields, family: str, n_layers: int) -> tuple[Rope, tuple[
         for window, turns in zip(windows, rotates, strict=True)
     )
     return rope, tuple(kinds)
+
+
+def _listed_mixers(fields: Fields, family: str, n_layers: int) -> tuple[LayerKind, ...]:
+    _refuse_window(fields, family)
+    if (types := fields.get('layer_types')) is None:
+        every = fields.integer('full_attention_interval', FAMILIES[family].full_attention_every)
+        types = [LINEAR if number % every else FULL for number in range(1, n_layers + 1)]
+    _require_types(fields, types, n_layers, LINEAR)
+    return tuple(DELTA if kind == LINEAR else LayerKind() for kind in types)
+
+
+def _require_types(fields: Fields, types: object, n_layers: int, other: str) -> None:
+    if not isinstance(types, list) or len(types) != n_layers or any(kind not in (FULL, other) for kind in types):
+        raise fields.unsupported('layer_types', types, f'{n_layers} entries of {FULL!r} or {other!r}')
 
 
 def _rotated_layers(fields: Fields, family: str, n_layers: int) -> list[bool]:
@@ -244,8 +292,7 @@ def _listed_windows(fields: Fields, family: str, n_layers: int, rotates: list[bo
     if defaults.unrotated_every and not fields.flag('use_sliding_window'):
         size = None
     if (types := fields.get('layer_types')) is not None:
-        if not isinstance(types, list) or len(types) != n_layers or any(kind not in (FULL, SLIDING) for kind in types):
-            raise fields.unsupported('layer_types', types, f'{n_layers} entries of {FULL!r} or {SLIDING!r}')
+        _require_types(fields, types, n_layers, SLIDING)
         slides = [kind == SLIDING for kind in types]
     elif defaults.full_every:
         every = fields.integer('sliding_window_pattern', defaults.full_every)
@@ -261,10 +308,7 @@ def _last_windows(fields: Fields, family: str, n_layers: int) -> tuple[int | Non
     """(the window in tokens or None, the first layer that has it)."""
     size, first, windows, default = None, 0, FAMILIES[family].windows, FAMILIES[family].window
     if windows == 'none':
-        if (value := fields.get('sliding_window')) is not None:
-            raise fields.unsupported(
-                'sliding_window', value, f'null, since transformers ignores it in a {family} model'
-            )
+        _refuse_window(fields, family)
     elif windows == 'all':
         size = _window_size(fields, default)
     elif fields.flag('use_sliding_window'):
@@ -278,6 +322,11 @@ def _last_windows(fields: Fields, family: str, n_layers: int) -> tuple[int | Non
         elif listed != (n_layers if size is None else 0):
             raise fields.unsupported('layer_types', types, f'what a {family} model with sliding_window={size} computes')
     return (None, 0) if size is None or first >= n_layers else (size, first)
+
+
+def _refuse_window(fields: Fields, family: str) -> None:
+    if (value := fields.get('sliding_window')) is not None:
+        raise fields.unsupported('sliding_window', value, f'null, since transformers ignores it in a {family} model')
 
 
 def _window_size(fields: Fields, default: int | None) -> int | None:
@@ -296,7 +345,7 @@ def _first_window_layer(fields: Fields, types: object, n_layers: int) -> int:
 
 
 def kind_fields(config: ModelConfig) -> dict[str, object]:
-    """The fields of windows and of layers without rotation.
+    """The fields of windows, of layers without rotation and of layers with a gated delta net.
 
     Raises HfError for kinds of layers that the family's config.json cannot express.
     """
@@ -313,6 +362,9 @@ def kind_fields(config: ModelConfig) -> dict[str, object]:
         fields['max_window_layers'] = windows.count(None)
     if family.windows == 'listed':
         fields['layer_types'] = [FULL if window is None else SLIDING for window in windows]
+    if family.full_attention_every:
+        mixers = [config.mixer(layer) for layer in range(config.n_layers)]
+        fields['layer_types'] = [LINEAR if mixer == 'delta' else FULL for mixer in mixers]
     if family.unrotated_every:
         fields['no_rope_layers'] = [int(config.kind(layer).rotates) for layer in range(config.n_layers)]
     return fields
@@ -325,7 +377,9 @@ def _require_expressible(config: ModelConfig, windows: list[int | None], sizes: 
     )
     if len(sizes) > 1 or (sizes and family.windows == 'none'):
         raise refuse(f'windows of {sizes} tokens')
-    if not family.unrotated_every and not all(kind.rotates for kind in config.kinds):
+    if family.delta is None and config.delta is not None:
+        raise refuse('a layer with a gated delta net')
+    if not family.unrotated_every and not all(kind.rotates for kind in config.kinds if kind.mixer == 'attention'):
         raise refuse('a layer without rotary positions')
     if family.windows != 'listed' and windows != [None] * windows.count(None) + sizes * (
         len(windows) - windows.count(None)

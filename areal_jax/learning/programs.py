@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import KeyPath
 
 from areal_jax.learning import weights as trees
 from areal_jax.learning.forward import (
@@ -38,8 +39,9 @@ from areal_jax.models.attention.backends import jax_settings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
+from areal_jax.models.weights import leaf_dtype
 from areal_jax.sharding.placement import place
-from areal_jax.sharding.rules import Shares, replicated
+from areal_jax.sharding.rules import Shares, path_name, replicated
 from areal_jax.types import Tree
 
 # values that change between calls, see passes.training_scalars; 'teacher': the weights of one that a step itself runs
@@ -492,7 +494,8 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
 
 def describe_cast(tree: Tree, dtype: str) -> Tree:
     """Descriptions of arrays (given as arrays or descriptions) cast to `dtype`."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
+    describe = lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, _own(path, dtype), sharding=leaf.sharding)
+    return jax.tree_util.tree_map_with_path(describe, tree)
 
 
 def _place_reference(
@@ -506,8 +509,13 @@ def _place_reference(
 
 
 def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:
-    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
-    return jax.tree.map(describe, tree, shardings)
+    own = lambda path, leaf: leaf.dtype if dtype is None else _own(path, dtype)
+    describe = lambda path, leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, own(path, leaf), sharding=sharding)
+    return jax.tree_util.tree_map_with_path(describe, tree, shardings)
+
+
+def _own(path: KeyPath, dtype: str) -> np.dtype:
+    return jnp.dtype(leaf_dtype(path_name(path), dtype))
 
 
 def _copy(trained: Params, programs: CompiledPrograms) -> Tree:

@@ -21,7 +21,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights import Params, Trainable, critic_axes, export_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import logical_axes, stack_layers
+from areal_jax.models.weights import logical_axes, shared_tensors, stack_layers
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import Shares, param_shardings, replicated
 from areal_jax.types import Tree
@@ -80,8 +80,11 @@ class PartMaker:
             frozen=cut(frozen),
             state=self.optimizer.shardings(trained, cut(trained), replicated(mesh)),
             exported=cut(exported),
-            shares=Shares(_with_shardings(exported, cut(exported)), mesh) if spread else None,
+            shares=self._share(_with_shardings(exported, cut(exported))) if spread else None,
         )
+
+    def _share(self, exported: Params) -> Shares:
+        return Shares(exported, self.mesh, together=shared_tensors(self.decoder.config))
 
 
 @dataclasses.dataclass(frozen=True)

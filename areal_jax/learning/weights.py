@@ -23,7 +23,7 @@ from jax.sharding import Mesh, Sharding
 
 from areal_jax.errors import UserError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.weights import is_adapter, merge_adapters, unstack_layers
+from areal_jax.models.weights import is_adapter, leaf_dtype, merge_adapters, unstack_layers
 from areal_jax.native.arrays import host_view, sum_words
 from areal_jax.sharding.placement import Region, place_regions, view_shards
 from areal_jax.sharding.rules import WeightAxes, path_name, replicated
@@ -62,11 +62,12 @@ def policy_leaves(tree: Params) -> dict[str, Tree]:
     return {name: value for name, value in tree.items() if name != CRITIC}
 
 
-def cast(tree: Tree, dtype: str) -> Tree:
-    """The tree with every leaf in `dtype`, on the same devices; leaves that already have it are not copied."""
+def cast(tree: Tree, dtype: str, name: str = '') -> Tree:
+    """The tree with every leaf in its `leaf_dtype`, on the same devices; leaves that already have it are not copied."""
     if isinstance(tree, Mapping):
-        return {name: cast(value, dtype) for name, value in tree.items()}
-    return tree if tree.dtype == jnp.dtype(dtype) else tree.astype(jnp.dtype(dtype))
+        return {key: cast(value, dtype, key) for key, value in tree.items()}
+    own = jnp.dtype(leaf_dtype(name, dtype))
+    return tree if tree.dtype == own else tree.astype(own)
 
 
 # The critic: values of the states of loss tokens, by a head on the policy's trunk or on a separate model.
@@ -220,7 +221,7 @@ class HostCopies:
 
 
 def export_weights(decoder: Decoder, dtype: str, params: Tree, frozen: Tree) -> Tree:
-    """Trained and frozen weights as engines read them: no critic, adapters merged, one leaf per layer, of `dtype`."""
+    """Trained and frozen weights as engines read them: no critic, adapters merged, one leaf per layer, in `dtype`."""
     whole = policy_leaves(join(params, frozen))
     if decoder.lora:
         whole = merge_adapters(whole, decoder.lora)

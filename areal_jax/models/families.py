@@ -126,6 +126,7 @@ class ExpertFields:
     d_expert: tuple[str, int]
     # whether the chosen scores are divided by their sum; None = by the field norm_topk_prob
     normalised: bool | None = None
+    normalises: bool = False  # default of that field
     has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
     d_ff: int | None = None  # of dense layers
     swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
@@ -325,13 +326,20 @@ FAMILIES = {
         32768,
         4,
         256,
-        'field',
+        'none',
         qk_norm=True,
         centred_norms=True,
         gated_attention=True,
         rotary_fraction=0.25,
         delta=DeltaNet(16, 32, 128, 128),
         full_attention_every=4,
+        sizes={
+            'vocab_size': 248320,
+            'hidden_size': 4096,
+            'intermediate_size': 12288,
+            'num_hidden_layers': 32,
+            'num_attention_heads': 16,
+        },
         weights=QWEN3_5,
     ),
     'qwen3_5_moe_text': Family(
@@ -339,7 +347,7 @@ FAMILIES = {
         32768,
         2,
         256,
-        'field',
+        'none',
         qk_norm=True,
         centred_norms=True,
         gated_attention=True,
@@ -353,6 +361,12 @@ FAMILIES = {
             normalised=True,
             d_shared=('shared_expert_intermediate_size', 512),
         ),
+        sizes={
+            'vocab_size': 248320,
+            'hidden_size': 2048,
+            'num_hidden_layers': 40,
+            'num_attention_heads': 16,
+        },
         weights=QWEN3_5_MOE,
     ),
     'qwen3_next': Family(
@@ -360,7 +374,7 @@ FAMILIES = {
         32768,
         2,
         256,
-        'field',
+        'none',
         qk_norm=True,
         centred_norms=True,
         gated_attention=True,
@@ -371,10 +385,17 @@ FAMILIES = {
             ('num_experts', 512),
             10,
             ('moe_intermediate_size', 512),
+            normalises=True,
             has_dense_layers=True,
             d_ff=5632,
             d_shared=('shared_expert_intermediate_size', 512),
         ),
+        sizes={
+            'vocab_size': 151936,
+            'hidden_size': 2048,
+            'num_hidden_layers': 48,
+            'num_attention_heads': 16,
+        },
         weights=QWEN3_NEXT,
     ),
 }

@@ -55,6 +55,17 @@ def is_float32(path: str) -> bool:
     return path.rsplit('/', 1)[-1] in FLOAT32_LEAVES
 
 
+def leaf_dtype(path: str, dtype: str) -> str:
+    """The dtype of a leaf in a copy of the weights in `dtype`."""
+    return 'float32' if is_float32(path) else dtype
+
+
+def shared_tensors(config: ModelConfig) -> dict[str, str]:
+    """The names of the tensors of Hugging Face that several leaves share, by the paths of the leaves in list form."""
+    shared = ((spec, spec.hf_name) for spec in weight_table(config).values() if spec.part is not None)
+    return {at_layer(spec.path, layer): at_layer(name, layer) for spec, name in shared if name for layer in spec.layers}
+
+
 def is_adapter(path: str) -> bool:
     """Whether a leaf 'layers/0/attention/query/lora_a' belongs to an adapter."""
     return path.rsplit('/', 1)[-1] in ADAPTERS

@@ -13,6 +13,9 @@ The part of a leaf is b'' if nothing changed, else
   low      uint8 for each change: the low byte of the difference of the bits, in zigzag order (0, -1, 1, -2, ...)
   high     likewise the high byte
 
+Leaves of 32-bit elements, of which a model has few small ones, have other parts: the differences of the bits of all
+elements, little-endian uint32, or b''.
+
 If the flag DENSE is set, there is an entry for every element, changed or not, and there are no gaps. Bit i + 1 of the
 flags says that stream i is deflated.
 """
@@ -242,3 +245,22 @@ def _require_inside(changes: Changes, size: int) -> Changes:
 
 def _outside(size: int) -> PublicationError:
     return PublicationError(f'a delta has positions outside of its leaf of {size} elements: send it again')
+
+
+# Leaves of 32-bit elements.
+
+
+def encode_wide(base: np.ndarray, bits: np.ndarray) -> bytes:
+    """The part of a leaf whose bits, uint32 [n], were `base`."""
+    return b'' if np.array_equal(base, bits) else (bits - base).astype('<u4').tobytes()
+
+
+def apply_wide(words: np.ndarray, part: bytes | memoryview, *, back: bool = False) -> None:
+    """Adds the differences of `encode_wide` to the bits uint32 [n] in place, or with `back` subtracts them.
+
+    Raises PublicationError for a part of another length.
+    """
+    if len(part) != words.nbytes:
+        raise PublicationError(f'a delta has {len(part)} bytes for a leaf of {words.nbytes}: send it again')
+    differences = np.frombuffer(part, '<u4')
+    words += -differences if back else differences

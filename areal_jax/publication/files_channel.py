@@ -214,7 +214,11 @@ class FilesChannel:
         if self._file_of is None:
             return {}
         before = version_path(self._directory.absolute(), self._last)
-        kept = [name for name, tensors in plan.weights.items() if all(plan.tensors[t].path in known for t in tensors)]
+        leaves = {
+            name: {tensor.path for key in tensors for tensor in plan.tensors[key]}
+            for name, tensors in plan.weights.items()
+        }
+        kept = [name for name, paths in leaves.items() if paths <= set(known)]
         return {name: before / name for name in kept if (before / name).is_file()}
 
     def _transfer_shares(self, version: int, copy: Tree) -> PublishedWeights:

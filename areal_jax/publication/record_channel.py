@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes
+from areal_jax.models.weights import is_float32
+from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes, encode_wide
 from areal_jax.publication.manifest import LeafDigest, finite_host_manifest, leaves_by_path, unfinite_error
 from areal_jax.publication.record import (
     Held,
@@ -182,30 +183,33 @@ Leaves = Mapping[str, np.ndarray]  # by path, in the order of the paths
 
 
 class VersionEncoder:
-    """Encodes versions with 16-bit elements, and keeps the bits of the last one, in memory that it reuses."""
+    """Encodes versions with 16-bit elements, and keeps the bits of the last one, in memory that it reuses.
+
+    Leaves that are float32 in every copy of the weights (models/weights.is_float32) have 32 bits here too.
+    """
 
     def __init__(self) -> None:
-        self._bits: dict[str, np.ndarray] = {}  # uint16 [n]
+        self._bits: dict[str, np.ndarray] = {}  # uint16 or uint32 [n]
         self._finder = ChangeFinder(0)
 
     def encode_whole(self, version: int, leaves: Leaves) -> Record:
         """Returns a whole record, whose parts are valid until the next call; computes all digests.
 
-        Raises PublicationError for NaN and infinity, and for leaves whose elements do not have 16 bits.
+        Raises PublicationError for NaN and infinity, and for leaves that should have elements of 16 bits and do not.
         """
         for path, leaf in leaves.items():
-            if leaf.dtype.itemsize != 2:
+            if leaf.dtype.itemsize != 2 and not is_float32(path):
                 raise PublicationError(
                     f'publication.delta=True with the leaf {path!r} in {leaf.dtype}: 99.8 % of the elements of float32 '
                     "weights change in each update, so that no delta is smaller; use publication.dtype='bfloat16', or "
                     'publication.delta=False'
                 )
         if {path: bits.size for path, bits in self._bits.items()} != {path: leaf.size for path, leaf in leaves.items()}:
-            self._bits = {path: np.empty(leaf.size, np.uint16) for path, leaf in leaves.items()}
+            self._bits = {path: np.empty(leaf.size, _word(path)) for path, leaf in leaves.items()}
             self._finder = ChangeFinder(max((leaf.size for leaf in leaves.values()), default=0))
         manifest = finite_host_manifest(dict(leaves), version)
         for path, leaf in leaves.items():
-            np.copyto(self._bits[path], _bits_of(leaf))
+            np.copyto(self._bits[path], _bits_of(path, leaf))
         parts: list[Part] = [bits.data.cast('B') for bits in self._bits.values()]
         return Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts)
 
@@ -217,10 +221,16 @@ class VersionEncoder:
         Raises PublicationError for NaN and infinity. The kept bits are then partly of the new version; after that, or
         if the record is not sent, encode a whole version next.
         """
-        changed, parts, digests = 0, [], {}
+        changed, digests = 0, {}
+        parts: list[Part] = []
         for path, leaf in leaves.items():
             digest = manifest[path]
-            found = self._finder.find(self._bits[path], _bits_of(leaf), digest.dtype)
+            if is_float32(path):
+                digests[path], part, count = self._encode_wide(version, path, leaf)
+                parts.append(part)
+                changed += count
+                continue
+            found = self._finder.find(self._bits[path], _bits_of(path, leaf), digest.dtype)
             if found.unfinite:
                 raise unfinite_error(version, path, digest, found.unfinite)
             changed += found.changes.count
@@ -228,6 +238,14 @@ class VersionEncoder:
             digests[path] = dataclasses.replace(digest, content=add_sums(digest.content, found.sums))
         header = RecordHeader(version, digests, [len(part) for part in parts], base)
         return Record(header, parts), changed / max(1, sum(leaf.size for leaf in leaves.values()))
+
+    def _encode_wide(self, version: int, path: str, leaf: np.ndarray) -> tuple[LeafDigest, Part, int]:
+        """Returns (digest, part, elements changed) of a leaf of 32 bits, and keeps its bits."""
+        digest = finite_host_manifest({path: leaf}, version)[path]
+        base, bits = self._bits[path], _bits_of(path, leaf)
+        part, changed = encode_wide(base, bits), np.count_nonzero(base != bits)
+        np.copyto(base, bits)
+        return digest, part, changed
 
 
 def wrap_whole(version: int, leaves: Leaves) -> Record:
@@ -237,8 +255,12 @@ def wrap_whole(version: int, leaves: Leaves) -> Record:
     return Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts)
 
 
-def _bits_of(leaf: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint16)
+def _bits_of(path: str, leaf: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(leaf).reshape(-1).view(_word(path))
+
+
+def _word(path: str) -> type[np.unsignedinteger]:
+    return np.uint32 if is_float32(path) else np.uint16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,8 @@ from areal_jax.files import remove_directory
 from areal_jax.formats.hf_config import CONFIG, read_hf_config
 from areal_jax.formats.hf_export import COMPANIONS, HfCompanions, plan_hf_files
 from areal_jax.models.families import ModelConfig
-from areal_jax.publication.delta import Changes, add_sums, apply_changes, decode_changes
+from areal_jax.models.weights import is_float32
+from areal_jax.publication.delta import Changes, add_sums, apply_changes, apply_wide, decode_changes
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import (
@@ -32,7 +33,7 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
-from areal_jax.publication.record import Held, Record, RecordHeader, RecordReceiver, put_leaf
+from areal_jax.publication.record import Held, Part, Record, RecordHeader, RecordReceiver, put_leaf
 from areal_jax.publication.versions import MANIFEST, PublicationError, list_versions, version_path
 from areal_jax.types import Tree
 
@@ -45,7 +46,8 @@ class Delta:
 
     header: RecordHeader
     base: Held
-    changes: Mapping[str, Changes]  # of the leaves that changed
+    changes: Mapping[str, Changes]  # of the leaves of 16-bit elements that changed
+    wide: Mapping[str, Part]  # parts of those of 32-bit elements, see delta.encode_wide
 
     @property
     def held(self) -> Held:
@@ -54,18 +56,20 @@ class Delta:
 
 
 def decode_delta(record: Record) -> Delta:
-    """Decodes a delta; raises PublicationError for a damaged part, and for leaves without 16-bit elements."""
-    header, changes = record.header, {}
+    """Decodes a delta; raises PublicationError for a damaged part, and for leaves that should have 16-bit elements."""
+    header, changes, wide = record.header, {}, {}
     assert header.base is not None
     for (path, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
-        if jnp.dtype(digest.dtype).itemsize != 2:
+        if jnp.dtype(digest.dtype).itemsize != 2 and not is_float32(path):
             raise PublicationError(
                 f'the delta of version {header.version} has the leaf {path!r} in {digest.dtype}: only 16-bit elements '
                 "have deltas; use publication.dtype='bfloat16' on both sides"
             )
-        if len(part):
+        if len(part) and is_float32(path):
+            wide[path] = part
+        elif len(part):
             changes[path] = decode_changes(part, math.prod(digest.shape))
-    return Delta(header, header.base, changes)
+    return Delta(header, header.base, changes, wide)
 
 
 class WeightBuffers:
@@ -140,6 +144,11 @@ class WeightBuffers:
             rows = digest.shape[0] if path in self._transposed else 0
             sums = apply_changes(self._memory[path].view(np.uint16), changes, rows=rows, back=back)
             found[path] = dataclasses.replace(digest, content=add_sums(digest.content, sums))
+        for path, part in delta.wide.items():
+            words = self._memory[path].view(np.uint32)
+            apply_wide(words, part, back=back)
+            leaf = words.view(jnp.dtype(found[path].dtype)).reshape(found[path].shape)
+            found[path] = digest_leaf(leaf)
         if back and manifest_hash(found) != end.manifest_hash:
             raise PublicationError(f'version {end.version} is not what was published: take it from its whole record')
         if not back:

@@ -320,10 +320,16 @@ class Shares:
     Args:
       tree: arrays or descriptions of them, with their shardings over `mesh`.
       process_of: the process of a device, for tests.
+      together: a name for each leaf, by its path, that is to have the process of all other leaves of this name: files
+        of Hugging Face have one tensor for them.
     """
 
     def __init__(
-        self, tree: Tree, mesh: Mesh, process_of: Callable[[jax.Device], int] = lambda device: device.process_index
+        self,
+        tree: Tree,
+        mesh: Mesh,
+        process_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+        together: Mapping[str, str] | None = None,
     ):
         devices = list(mesh.devices.flat)
         owners = [process_of(device) for device in devices]
@@ -341,7 +347,7 @@ class Shares:
             self._between = Mesh(grid, (_PROCESS, _DEVICE))
         leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         self._structure, self._paths = jax.tree.structure(tree), list(leaves)
-        self._stacks = self._plan(leaves)
+        self._stacks = self._plan(leaves, together or {})
 
     @property
     def shardings(self) -> list[NamedSharding]:
@@ -365,20 +371,23 @@ class Shares:
                     found[path] = SharedLeaf(stack.shape, stack.dtype, self.processes[number], pieces, stack.axis)
         return jax.tree.unflatten(self._structure, [found[path] for path in self._paths])
 
-    def _plan(self, leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> list[_Stack]:
+    def _plan(
+        self, leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct], together: Mapping[str, str]
+    ) -> list[_Stack]:
         kinds: dict[tuple[tuple[int, ...], np.dtype, int | None], list[str]] = collections.defaultdict(list)
         for path, leaf in leaves.items():
             kinds[leaf.shape, np.dtype(leaf.dtype), self._axis(leaf)].append(path)
         count = len(self.processes)
         stacks, given = [], [0] * count  # bytes
+        slot_of: dict[str, int] = {}  # by the names in `together`
         for (shape, dtype, axis), paths in sorted(kinds.items(), key=lambda kind: -math.prod(kind[0][0])):
-            for first in range(0, len(paths), count):
-                chosen = paths[first : first + count]
-                slots: list[str | None] = [None] * count
-                for path, slot in zip(chosen, sorted(range(count), key=lambda slot: given[slot]), strict=False):
-                    slots[slot] = path
-                    given[slot] += math.prod(shape) * dtype.itemsize
-                stacks.append(_Stack(tuple(slots), shape, dtype, axis))
+            slots: list[list[str]] = [[] for _ in range(count)]
+            for path in paths:
+                fewest = min(range(count), key=lambda slot: (len(slots[slot]), given[slot]))
+                slot = slot_of.setdefault(together[path], fewest) if path in together else fewest
+                slots[slot].append(path)
+                given[slot] += math.prod(shape) * dtype.itemsize
+            stacks += [_Stack(tuple(row), shape, dtype, axis) for row in itertools.zip_longest(*slots)]
         return stacks
 
     def _axis(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> int | None:

@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 RECORDED = pathlib.Path(__file__).with_name('data') / 'config_forms.json'
-_FULL, _SLIDING = 'full_attention', 'sliding_attention'
+_FULL, _SLIDING, _LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
 
 _QWEN3 = {
     'architectures': ['Qwen3ForCausalLM'], 'attention_bias': False, 'head_dim': 128, 'hidden_act': 'silu',
@@ -24,6 +24,31 @@ _QWEN3 = {
 _GEMMA3_TEXT = {
     'hidden_size': 2560, 'intermediate_size': 10240, 'model_type': 'gemma3_text', 'num_hidden_layers': 34,
     'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}, 'sliding_window': 1024,
+}  # fmt: skip
+_QWEN3_5_TEXT = {
+    'attention_bias': False, 'attention_dropout': 0.0, 'attn_output_gate': True, 'dtype': 'bfloat16',
+    'eos_token_id': 248044, 'full_attention_interval': 4, 'head_dim': 256, 'hidden_act': 'silu', 'hidden_size': 5120,
+    'initializer_range': 0.02, 'intermediate_size': 17408, 'layer_types': [*[_LINEAR] * 3, _FULL] * 16,
+    'linear_conv_kernel_dim': 4, 'linear_key_head_dim': 128, 'linear_num_key_heads': 16, 'linear_num_value_heads': 48,
+    'linear_value_head_dim': 128, 'mamba_ssm_dtype': 'float32', 'max_position_embeddings': 262144,
+    'mlp_only_layers': [], 'model_type': 'qwen3_5_text', 'mtp_num_hidden_layers': 1,
+    'mtp_use_dedicated_embeddings': False, 'num_attention_heads': 24, 'num_hidden_layers': 64, 'num_key_value_heads': 4,
+    'output_gate_type': 'swish', 'rms_norm_eps': 1e-06, 'use_cache': True, 'vocab_size': 248320,
+    'rope_parameters': {
+        'mrope_interleaved': True, 'mrope_section': [11, 11, 10], 'partial_rotary_factor': 0.25,
+        'rope_theta': 10000000, 'rope_type': 'default',
+    },
+}  # fmt: skip
+_QWEN3_NEXT = {
+    'architectures': ['Qwen3NextForCausalLM'], 'model_type': 'qwen3_next', 'attention_bias': False,
+    'decoder_sparse_step': 1, 'full_attention_interval': 4, 'head_dim': 256, 'hidden_act': 'silu', 'hidden_size': 2048,
+    'intermediate_size': 5120, 'linear_conv_kernel_dim': 4, 'linear_key_head_dim': 128, 'linear_num_key_heads': 16,
+    'linear_num_value_heads': 32, 'linear_value_head_dim': 128, 'max_position_embeddings': 262144,
+    'mlp_only_layers': [], 'moe_intermediate_size': 512, 'norm_topk_prob': True, 'num_attention_heads': 16,
+    'num_experts': 512, 'num_experts_per_tok': 10, 'num_hidden_layers': 48, 'num_key_value_heads': 2,
+    'output_router_logits': False, 'partial_rotary_factor': 0.25, 'rms_norm_eps': 1e-06, 'rope_scaling': None,
+    'rope_theta': 10000000, 'router_aux_loss_coef': 0.001, 'shared_expert_intermediate_size': 512,
+    'tie_word_embeddings': False, 'torch_dtype': 'bfloat16', 'use_sliding_window': False, 'vocab_size': 151936,
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     'qwen2': {
@@ -129,6 +154,43 @@ FORMS: dict[str, dict[str, Any]] = {
         'intermediate_size': 11008, 'num_attention_heads': 16, 'num_hidden_layers': 8, 'vocab_size': 128256,
         'no_rope_layer_interval': 2, 'use_sliding_window': True, 'sliding_window': 1024,
     },
+    'qwen3_5': {
+        'architectures': ['Qwen3_5ForConditionalGeneration'], 'image_token_id': 248056, 'model_type': 'qwen3_5',
+        'text_config': _QWEN3_5_TEXT, 'tie_word_embeddings': False, 'vision_config': {'model_type': 'qwen3_5'},
+    },
+    'qwen3_5_text': {  # of the smallest model
+        'architectures': ['Qwen3_5ForCausalLM'], 'model_type': 'qwen3_5_text', 'full_attention_interval': 3,
+        'hidden_size': 1024, 'intermediate_size': 3584, 'linear_num_value_heads': 16, 'num_attention_heads': 8,
+        'num_hidden_layers': 23, 'num_key_value_heads': 2, 'rope_theta': 10000000, 'tie_word_embeddings': True,
+    },
+    'qwen3_5_yarn': {
+        'architectures': ['Qwen3_5ForCausalLM'], 'model_type': 'qwen3_5_text', 'partial_rotary_factor': 0.5,
+        'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 262144},
+        'rope_theta': 1e7,
+    },
+    'qwen3_5_whole_heads': {
+        'architectures': ['Qwen3_5ForCausalLM'], 'model_type': 'qwen3_5_text', 'partial_rotary_factor': 0.5,
+        'rope_parameters': {'rope_theta': 1e6, 'partial_rotary_factor': 1.0}, 'layer_types': [_FULL] * 32,
+    },
+    'qwen3_5_defaults': {'model_type': 'qwen3_5_text'},
+    'qwen3_5_moe': {
+        'architectures': ['Qwen3_5MoeForConditionalGeneration'], 'model_type': 'qwen3_5_moe',
+        'text_config': {
+            'attn_output_gate': True, 'head_dim': 256, 'hidden_size': 2048, 'linear_num_value_heads': 32,
+            'max_position_embeddings': 262144, 'model_type': 'qwen3_5_moe_text', 'moe_intermediate_size': 512,
+            'mtp_num_hidden_layers': 1, 'num_attention_heads': 16, 'num_experts': 256, 'num_experts_per_tok': 8,
+            'num_hidden_layers': 40, 'num_key_value_heads': 2, 'shared_expert_intermediate_size': 512,
+            'rope_parameters': {'partial_rotary_factor': 0.25, 'rope_theta': 10000000, 'rope_type': 'default'},
+        },
+        'vision_config': {'model_type': 'qwen3_5_moe_vision'},
+    },
+    'qwen3_5_moe_defaults': {'model_type': 'qwen3_5_moe_text'},
+    'qwen3_next': _QWEN3_NEXT,
+    'qwen3_next_dense_layers': _QWEN3_NEXT | {
+        'mlp_only_layers': [0], 'decoder_sparse_step': 2, 'norm_topk_prob': False, 'num_hidden_layers': 12,
+        'layer_types': [*[_LINEAR] * 5, _FULL] * 2,
+    },
+    'qwen3_next_defaults': {'model_type': 'qwen3_next'},
 }  # fmt: skip
 
 
@@ -162,8 +224,22 @@ def read_by_transformers(fields: dict[str, Any]) -> dict[str, Any]:
         'head_dim': getattr(config, 'head_dim', None) or config.hidden_size // config.num_attention_heads,
         'tie_word_embeddings': whole.tie_word_embeddings,
         'windows': [getattr(config, 'sliding_window', None) if kind == _SLIDING else None for kind in types],
-        'rotates': [bool(turn) for turn in turns],
+        'rotates': [bool(turn) and kind != _LINEAR for turn, kind in zip(turns, types, strict=True)],
         'ropes': [ropes[kind] for kind in types][: len(types)],
+        **_read_hybrid(config, types),
+    }
+
+
+def _read_hybrid(config: Any, types: list[str]) -> dict[str, Any]:
+    """The fields of models with gated delta nets; {} for others."""
+    if not hasattr(config, 'linear_num_key_heads'):
+        return {}
+    names = ('num_key_heads', 'num_value_heads', 'key_head_dim', 'value_head_dim', 'conv_kernel_dim')
+    return {
+        'delta': [getattr(config, f'linear_{name}') for name in names],
+        'delta_layers': [layer for layer, kind in enumerate(types) if kind == _LINEAR],
+        'shared_expert': getattr(config, 'shared_expert_intermediate_size', 0),
+        'sparse': [getattr(config, 'mlp_only_layers', []), getattr(config, 'decoder_sparse_step', 1)],
     }
 
 

@@ -13,6 +13,8 @@ from areal_jax.formats.hf_config import HfError, hf_config, read_hf_config
 from areal_jax.models.rotary import rotary
 from tests.formats.config_forms import FORMS, RECORDED
 
+HYBRID = ('qwen3_5', 'qwen3_next')  # begin of their model_type
+
 
 @functools.cache
 def recorded():
@@ -26,7 +28,7 @@ def read(directory, fields):
 
 def rope_of(config, layer):
     """(frequencies, factor of cosine and sine) of a layer with rotation."""
-    cosine, sine = rotary(jnp.array([1]), config.head_dim, config.rope(layer))
+    cosine, sine = rotary(jnp.array([1]), config.rotary_dim or config.head_dim, config.rope(layer))
     return np.arctan2(sine[0], cosine[0]), np.hypot(cosine[0], sine[0])
 
 
@@ -36,8 +38,8 @@ def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
     fields = {
         'vocab_size': config.vocab_size, 'hidden_size': config.d_model, 'num_hidden_layers': config.n_layers,
         'num_attention_heads': config.n_heads, 'num_key_value_heads': config.n_kv_heads, 'head_dim': config.head_dim,
-        'intermediate_size': config.d_ff, 'rms_norm_eps': config.rms_eps, 'tie_word_embeddings': config.tie_embeddings,
-        'max_position_embeddings': config.context_tokens,
+        'intermediate_size': config.d_ff if theirs['intermediate_size'] else None, 'rms_norm_eps': config.rms_eps,
+        'tie_word_embeddings': config.tie_embeddings, 'max_position_embeddings': config.context_tokens,
     }  # fmt: skip
     assert fields == {key: theirs[key] for key in fields}
     layers = range(config.n_layers)
@@ -47,6 +49,7 @@ def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
     for layer in [layer for layer in layers if rotates[layer]][:8]:
         rope = theirs['ropes'][theirs['rope_of_layer'][layer]]
         frequencies, magnitude = rope_of(config, layer)
+        assert len(frequencies) == len(rope['frequencies'])
         np.testing.assert_allclose(frequencies, rope['frequencies'], rtol=1e-5)
         np.testing.assert_allclose(magnitude, rope['magnitude'], rtol=1e-6)
     if theirs['attention_bias'] is not None and name != 'qwen2':
@@ -60,15 +63,47 @@ def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
     if config.experts:
         experts = theirs['num_local_experts'] or theirs['num_experts']
         assert (config.experts.count, config.experts.per_token) == (experts, theirs['num_experts_per_tok'])
+        assert config.experts.d_shared == theirs.get('shared_expert', 0)
         assert config.experts.d_expert == (theirs['moe_intermediate_size'] or theirs['intermediate_size'])
         clamp = config.experts.swiglu
         assert (clamp and clamp.limit, clamp and clamp.alpha) == (theirs['swiglu_limit'], theirs['swiglu_alpha'])
+
+
+@pytest.mark.parametrize('name', [name for name, fields in FORMS.items() if fields['model_type'].startswith(HYBRID)])
+def test_the_fields_of_hybrids_are_those_that_transformers_reads(tmp_path, name):
+    config, theirs = read(tmp_path, FORMS[name]), recorded()[name]
+    assert [layer for layer in range(config.n_layers) if config.mixer(layer) == 'delta'] == theirs['delta_layers']
+    if theirs['delta_layers']:
+        delta = config.delta
+        sizes = [delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps]
+        assert sizes == theirs['delta']
+    else:
+        assert config.delta is None
+    assert (config.gated_attention, config.qk_norm, config.centred_norms) == (True,) * 3
+    if config.experts:
+        normalised = theirs['norm_topk_prob']
+        assert config.experts.normalised is (True if normalised is None else normalised)
+        only_mlp, step = theirs['sparse']
+        dense = [layer for layer in range(config.n_layers) if layer in only_mlp or (layer + 1) % step]
+        assert list(config.experts.dense_layers) == dense
+    assert config.rotary_dim == {'qwen3_5_yarn': 128, 'qwen3_5_whole_heads': None}.get(name, 64)
 
 
 @pytest.mark.parametrize('name', FORMS)
 def test_a_form_comes_back_from_the_file_that_is_written_of_it(tmp_path, name):
     config = read(tmp_path, FORMS[name])
     assert read(tmp_path, json.loads(json.dumps(hf_config(config)))) == config
+
+
+def test_every_part_of_a_head_comes_back(tmp_path):
+    # 44 * (30 / 44) is below 30
+    form = FORMS['qwen3_5_defaults'] | {'num_hidden_layers': 1}
+    for head_dim, rotated in ((44, 30), (46, 26), (52, 30), (256, 64), (44, 44)):
+        config = read(
+            tmp_path, form | {'head_dim': head_dim, 'partial_rotary_factor': min((rotated + 0.5) / head_dim, 1.0)}
+        )
+        assert (config.rotary_dim or head_dim) == rotated
+        assert read(tmp_path, hf_config(config)) == config
 
 
 def test_of_a_composite_model_the_whole_says_whether_the_head_is_tied(tmp_path):
@@ -110,6 +145,31 @@ def test_models_that_are_not_read_are_refused_with_the_feature_that_is_missing(t
             {'rope_parameters': {'full_attention': {'rope_type': 'yarn', 'factor': 2.0, 'truncate': False}}},
             r'rope_parameters\.full_attention\.truncate=False',
         ),
+        ('qwen3_next', {'attention_bias': True}, 'attention_bias=True is not supported; supported: False'),
+        ('qwen3_next', {'attn_output_gate': False}, 'attn_output_gate=False is not supported; supported: True'),
+        ('qwen3_next', {'output_gate_type': 'sigmoid'}, "output_gate_type='sigmoid' is not supported; supported: 'swi"),
+        ('qwen3_next', {'mamba_ssm_dtype': 'bfloat16'}, "mamba_ssm_dtype='bfloat16' is not supported; supported: 'flo"),
+        ('qwen3_next', {'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported; supported: 'silu'"),
+        ('qwen3_next', {'layer_types': ['sliding_attention'] * 48}, "48 entries of 'full_attention' or 'linear_att"),
+        ('qwen3_next', {'layer_types': ['full_attention']}, "48 entries of 'full_attention' or 'linear_att"),
+        ('qwen3_next', {'full_attention_interval': 0}, 'full_attention_interval=0 must be an integer of at least 1'),
+        ('qwen3_next', {'sliding_window': 64}, 'sliding_window=64 is not supported; supported: null'),
+        ('qwen3_next', {'linear_num_key_heads': 12}, 'linear_num_value_heads=32 is not a multiple of linear_num_key_'),
+        ('qwen3_next', {'linear_conv_kernel_dim': 0}, 'linear_conv_kernel_dim=0 must be an integer of at least 1'),
+        ('qwen3_next', {'shared_expert_intermediate_size': 0}, 'shared_expert_intermediate_size=0 must be an integer'),
+        ('qwen3_next', {'partial_rotary_factor': 0.27}, r'partial_rotary_factor=0\.27 .* even number of the 256'),
+        ('qwen3_next', {'partial_rotary_factor': 1.5}, r'partial_rotary_factor=1\.5 .* even number of the 256'),
+        ('qwen3_next', {'partial_rotary_factor': 0}, 'partial_rotary_factor=0 must be a number above 0'),
+        (
+            'qwen3_5_text',
+            {'rope_parameters': {'partial_rotary_factor': 0.001, 'rope_theta': 1e4}},
+            r'rope_parameters\.partial_rotary_factor=0\.001 is not supported',
+        ),
+        ('qwen3_5_moe_defaults', {'norm_topk_prob': False}, 'norm_topk_prob=False is not supported; supported: True'),
+        ('qwen3_5_moe_defaults', {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\] is not supported; supported: \[\]'),
+        ('qwen3_5_moe_defaults', {'decoder_sparse_step': 2}, 'decoder_sparse_step=2 is not supported; supported: 1'),
+        ('qwen3', {'layer_types': ['linear_attention'] * 36}, 'layer_types=.* is not supported'),
+        ('qwen3', {'partial_rotary_factor': 0.25}, r'partial_rotary_factor=0\.25 is not supported; supported: 1\.0'),
         ('qwen3', {'rope_scaling': {'type': 'longrope'}}, "rope_type='longrope' needs rotary frequencies that depend"),
         ('qwen3', {'rope_scaling': {'type': 'dynamic'}}, "rope_type='dynamic' needs rotary frequencies that depend"),
         ('smollm3', {'no_rope_layers': [1, 0]}, r'no_rope_layers=\[1, 0\] .* 36 entries'),

@@ -24,7 +24,7 @@ _SHAPE = {
     'num_attention_heads': 4, 'num_key_value_heads': 2, 'hidden_act': 'silu', 'max_position_embeddings': 128,
     'bos_token_id': None, 'eos_token_id': None,
 }  # fmt: skip
-_FULL, _SLIDING = 'full_attention', 'sliding_attention'
+_FULL, _SLIDING, _LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
 
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
@@ -148,6 +148,31 @@ CONFIGS = {
         },
     ),
 }  # fmt: skip
+# Gated delta nets in three of four layers: two value heads a key head, a quarter of a head is rotated.
+_DELTA = {
+    'hidden_size': 64, 'num_hidden_layers': 4, 'head_dim': 32, 'linear_num_key_heads': 2, 'linear_num_value_heads': 4,
+    'linear_key_head_dim': 8, 'linear_value_head_dim': 12, 'linear_conv_kernel_dim': 4, 'dtype': 'float32',
+    'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 0.25},
+}  # fmt: skip
+_DELTA_EXPERTS = {
+    'num_experts': 8, 'num_experts_per_tok': 3, 'moe_intermediate_size': 24, 'shared_expert_intermediate_size': 20,
+}  # fmt: skip
+HYBRIDS = {
+    'qwen3_5': _config(
+        'qwen3_5_text', 'Qwen3_5ForCausalLM', **_DELTA, tie_word_embeddings=True,
+        layer_types=[_LINEAR, _FULL, _LINEAR, _LINEAR],
+    ),
+    'qwen3_5_moe': _config('qwen3_5_moe_text', 'Qwen3_5MoeForCausalLM', **_DELTA, **_DELTA_EXPERTS),
+    'qwen3_next': _config(
+        'qwen3_next', 'Qwen3NextForCausalLM', **_DELTA, **_DELTA_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1],
+        decoder_sparse_step=1,
+    ),
+}  # fmt: skip
+COMPOSITES = {  # (model_type, architecture) of the directories whose text part a hybrid is
+    'qwen3_5': ('qwen3_5', 'Qwen3_5ForConditionalGeneration'),
+    'qwen3_5_moe': ('qwen3_5_moe', 'Qwen3_5MoeForConditionalGeneration'),
+}
+ALL = CONFIGS | HYBRIDS
 EXACT = (
     'qwen3_window',
     'qwen3_yarn',
@@ -178,18 +203,31 @@ def weights(name: str) -> dict[str, np.ndarray]:
     """float32, by Hugging Face's names: norms away from 1, biases away from 0, attention away from uniform."""
     random = np.random.default_rng(zlib.crc32(name.encode()) + 1)
     tensors = {}
-    for key, shape in shapes(CONFIGS[name]).items():
-        if key.endswith(('bias', 'sinks')):
+    for key, shape in shapes(ALL[name]).items():
+        if '.linear_attn.' in key and not key.endswith('proj.weight') and len(shape) != 2:
+            tensors[key] = _delta_weight(random, key, shape)
+        elif key.endswith(('bias', 'sinks')):
             tensors[key] = random.normal(0, 0.5, shape).astype(np.float32)
         elif len(shape) == 2:
             tensors[key] = random.normal(0, 1.5 / np.sqrt(shape[1]), shape).astype(np.float32)
         elif len(shape) == 3:  # [E, in, out]
             tensors[key] = random.normal(0, 1 / np.sqrt(shape[1]), shape).astype(np.float32)
-        elif CONFIGS[name]['model_type'] == 'gemma3_text':  # of 1 + weight
+        elif name in HYBRIDS or ALL[name]['model_type'] == 'gemma3_text':  # of 1 + weight
             tensors[key] = random.uniform(-0.5, 1, shape).astype(np.float32)
         else:
             tensors[key] = random.uniform(0.5, 2, shape).astype(np.float32)
     return tensors
+
+
+def _delta_weight(random: np.random.Generator, key: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Taps, decays between 0.4 and 0.999 of a token, or the scale of the norm."""
+    if key.endswith('conv1d.weight'):
+        return random.normal(0, 0.75, shape).astype(np.float32)
+    if key.endswith('A_log'):
+        return np.log(random.uniform(0.01, 1, shape)).astype(np.float32)
+    if key.endswith('dt_bias'):
+        return random.normal(0, 0.5, shape).astype(np.float32)
+    return random.uniform(0.5, 2, shape).astype(np.float32)
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -205,6 +243,9 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     whole = kind in ('olmoe', 'olmo3')
     for layer in range(config['num_hidden_layers']):
         place = f'model.layers.{layer}.'
+        if 'linear_key_head_dim' in config:
+            found |= _hybrid_shapes(place, config, layer)
+            continue
         for part, (rows, columns) in {'q': (q, d), 'k': (kv, d), 'v': (kv, d), 'o': (d, q)}.items():
             found[f'{place}self_attn.{part}_proj.weight'] = (rows, columns)
             if part in biased:
@@ -249,8 +290,71 @@ def _fused_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str,
     }
 
 
+def _hybrid_shapes(place: str, config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    d, ff, own = config['hidden_size'], config['intermediate_size'], f'{place}self_attn.'
+    types = config.get('layer_types') or [_LINEAR, _LINEAR, _LINEAR, _FULL]
+    q, kv = (config[name] * config['head_dim'] for name in ('num_attention_heads', 'num_key_value_heads'))
+    found = {f'{place}{norm}.weight': (d,) for norm in ('input_layernorm', 'post_attention_layernorm')}
+    if types[layer] == _FULL:
+        found |= {f'{own}q_proj.weight': (2 * q, d), f'{own}o_proj.weight': (d, q)}
+        found |= {f'{own}{part}_proj.weight': (kv, d) for part in 'kv'}
+        found |= {f'{own}{part}_norm.weight': (config['head_dim'],) for part in 'qk'}
+    else:
+        found |= _delta_shapes(f'{place}linear_attn.', config)
+    if 'num_experts' not in config or layer in config.get('mlp_only_layers', []):
+        return found | {
+            f'{place}mlp.{part}_proj.weight': (d, ff) if part == 'down' else (ff, d) for part in ('gate', 'up', 'down')
+        }
+    shared, module = config['shared_expert_intermediate_size'], f'{place}mlp.shared_expert'
+    found |= {f'{module}.{part}_proj.weight': (shared, d) for part in ('gate', 'up')}
+    found |= {f'{module}.down_proj.weight': (d, shared), f'{module}_gate.weight': (1, d)}
+    return found | _expert_shapes(place, config, config['num_experts'])
+
+
+def _delta_shapes(module: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads = config['hidden_size'], config['linear_num_value_heads']
+    keys, values = (
+        config['linear_num_key_heads'] * config['linear_key_head_dim'],
+        heads * config['linear_value_head_dim'],
+    )
+    channels = 2 * keys + values
+    found: dict[str, tuple[int, ...]] = {
+        f'{module}conv1d.weight': (channels, 1, config['linear_conv_kernel_dim']),
+        f'{module}A_log': (heads,),
+        f'{module}dt_bias': (heads,),
+        f'{module}norm.weight': (config['linear_value_head_dim'],),
+        f'{module}out_proj.weight': (d, values),
+    }
+    if config['model_type'] == 'qwen3_next':
+        return found | {
+            f'{module}in_proj_qkvz.weight': (channels + values, d),
+            f'{module}in_proj_ba.weight': (2 * heads, d),
+        }
+    rows = {'qkv': channels, 'z': values, 'b': heads, 'a': heads}
+    return found | {f'{module}in_proj_{name}.weight': (count, d) for name, count in rows.items()}
+
+
 def write(directory: pathlib.Path, name: str) -> None:
     """The checkpoint as a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights(name), directory / 'model.safetensors', metadata={'format': 'pt'})
-    (directory / 'config.json').write_text(json.dumps(CONFIGS[name]))
+    (directory / 'config.json').write_text(json.dumps(ALL[name]))
+
+
+def write_composite(directory: pathlib.Path, name: str) -> None:
+    """The hybrid as the text part of a composite directory, without the tensors of images."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = 'model.language_model.'
+    tensors = {
+        text + key.removeprefix('model.') if key.startswith('model.') else key: tensor
+        for key, tensor in weights(name).items()
+    }
+    save_file(tensors, directory / 'model.safetensors', metadata={'format': 'pt'})
+    model_type, architecture = COMPOSITES[name]
+    fields = {
+        'model_type': model_type,
+        'architectures': [architecture],
+        'text_config': ALL[name],
+        'tie_word_embeddings': ALL[name].get('tie_word_embeddings', False),
+    }
+    (directory / 'config.json').write_text(json.dumps(fields))

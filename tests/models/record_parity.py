@@ -1,14 +1,17 @@
 """Records what transformers and torch say of the checkpoints of parity.py into data/parity.npz.
 
-    python -m tests.models.record_parity      (torch==2.13.0, transformers==5.23.0, safetensors)
+    python -m tests.models.record_parity [NAME...]      (torch==2.13.0, transformers==5.23.0, safetensors)
+
+With names these alone, beside what the file has of the others.
 
 Of every checkpoint, in float32 on the CPU: the logits of each text alone, and the tokens that follow it greedily. Of
-those that parity.EXACT names also the logits in float64.
+those that parity.EXACT names, and of hybrids, also the logits in float64.
 """
 
 from __future__ import annotations
 
 import pathlib
+import sys
 import tempfile
 from typing import Any
 
@@ -76,14 +79,17 @@ def exact_logits(models: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def main() -> None:
     arrays, exact = {}, {}
-    for name in parity.CONFIGS:
+    if names := sys.argv[1:]:
+        with np.load(parity.RECORDED) as file:
+            arrays = dict(file)
+    for name in names or parity.ALL:
         with tempfile.TemporaryDirectory() as folder:
             parity.write(pathlib.Path(folder), name)
             for number, (scores, following) in enumerate(
                 zip(*run(pathlib.Path(folder), parity.texts(name)), strict=True)
             ):
                 arrays[f'{name}/{number}/logits'], arrays[f'{name}/{number}/greedy'] = scores, following
-            if name in parity.EXACT:
+            if name in parity.EXACT or name in parity.HYBRIDS:
                 exact[name] = load(pathlib.Path(folder), attn_implementation='eager', experts_implementation='eager')
     arrays |= exact_logits(exact)
     parity.RECORDED.parent.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from areal_jax.config.objectives import KL, find_objective, is_policy, reads_ref
 from areal_jax.learning import weights as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import Params, is_adapter, logical_axes
+from areal_jax.models.weights import Params, is_adapter, leaf_dtype, logical_axes
 from areal_jax.rollout.decode.decode_rows import CacheSizes
 from areal_jax.rollout.decode.generate import weight_shardings
 from areal_jax.rollout.window_blocks import size_windows
@@ -411,8 +411,9 @@ def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str |
     """Returns a model's bytes on one device, from one layer of each kind; `dtype` None: each leaf keeps its own."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
+    own = lambda path, leaf: leaf.dtype if dtype is None else leaf_dtype(path_name(path), dtype)
     return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(dtype or leaf.dtype) * _repeat(path, repeats)
+        math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(own(path, leaf)) * _repeat(path, repeats)
         for (path, leaf), sharding in zip(leaves, placed, strict=True)
     )
 

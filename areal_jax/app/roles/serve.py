@@ -10,10 +10,9 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
-import jax
 from ml_collections import config_dict
 
 from areal_jax.app.evaluate.evaluation_config import adapt_config, read_version
@@ -42,10 +41,12 @@ from areal_jax.learning import weights as trees
 from areal_jax.learning.weights import require_finite_shards
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import FAMILIES
+from areal_jax.models.weights import leaf_dtype
 from areal_jax.protocols import Event
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, read_delta
 from areal_jax.publication.carriers.stream_receiver import parse_version_name
 from areal_jax.publication.files_channel import find_version, load_version
+from areal_jax.publication.manifest import by_path
 from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import parse_delta, parse_version
@@ -98,7 +99,7 @@ class VersionLoader:
         delta, whole = parse_delta(path), parse_version(path)
         if delta is not None:
             header = read_delta(path, delta).header
-            self._require_dtype(path, (leaf.dtype for leaf in header.leaves.values()))
+            self._require_dtype(path, {name: leaf.dtype for name, leaf in header.leaves.items()})
             return self._read(directory, delta, header.manifest_hash)
         if whole is not None and path.parent in self._readers:
             return self._read(directory, whole, find_version(path, whole).manifest_hash)
@@ -131,14 +132,15 @@ class VersionLoader:
 
     def _take(self, reader: WeightsReader, directory: WeightsDirectory, version: int, manifest_hash: str) -> Weights:
         weights, held = reader.receive(version, manifest_hash)
-        self._require_dtype(directory.path, (str(leaf.dtype) for leaf in jax.tree.leaves(weights)))
+        self._require_dtype(directory.path, {name: str(leaf.dtype) for name, leaf in by_path(weights).items()})
         directory.digest = held.manifest_hash
         return weights if self._backend.find_transposed() is None else PreparedWeights(weights)
 
-    def _require_dtype(self, path: str | pathlib.Path, dtypes: Iterable[str]) -> None:
+    def _require_dtype(self, path: str | pathlib.Path, dtypes: Mapping[str, str]) -> None:
+        """Raises UpdateError for another dtype than this server's; `dtypes` are of the leaves, by their paths."""
         own = self._backend.dtype.name
-        for dtype in dtypes:
-            if dtype != own:
+        for leaf, dtype in dtypes.items():
+            if dtype != leaf_dtype(leaf, own):
                 raise UpdateError(
                     f'{path} is in {dtype}, and this server decodes in {own}: start it with publication.dtype='
                     f'{dtype!r}, or publish with publication.delta=False'

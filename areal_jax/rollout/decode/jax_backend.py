@@ -31,7 +31,7 @@ from areal_jax.models.experts import Routing
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.logprobs import Ranking
 from areal_jax.models.native_layers import LEAST_COLUMNS
-from areal_jax.models.weights import Lora, Params
+from areal_jax.models.weights import Lora, Params, leaf_dtype
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
 from areal_jax.rollout.decode import decode_rows as rows
 from areal_jax.rollout.decode import generate as parallel
@@ -79,8 +79,9 @@ def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
     """
     rows, columns = 16, 24  # which panels of kernels divide
     of_matrix = lambda shape: (*shape[:-2], rows, columns) if len(shape) > 1 else shape
-    probe = lambda leaf: jax.ShapeDtypeStruct(of_matrix(leaf.shape), dtype)
-    published = jax.tree.map(probe, decoder.abstract())
+    own = lambda path: leaf_dtype(path_name(path), dtype)
+    probe = lambda path, leaf: jax.ShapeDtypeStruct(of_matrix(leaf.shape), own(path))
+    published = jax.tree_util.tree_map_with_path(probe, decoder.abstract())
     prepared = jax.eval_shape(decoder.prepare, published)
     leaves, outcome = jax.tree_util.tree_leaves_with_path(published), jax.tree.leaves(prepared)
     if len(leaves) != len(outcome):  # a matrix in 8 bits is two arrays
@@ -352,11 +353,11 @@ class JaxDecodeBackend:
         if isinstance(weights, PreparedWeights):
             return weights
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-            if leaf.dtype != self.dtype:
-                raise ValueError(
-                    f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
-                    f'backend was built with dtype={self.dtype.name!r}; cast the weights or build it with theirs'
-                )
+            if leaf.dtype != (own := leaf_dtype(path_name(path), self.dtype.name)):
+                fix = f'the backend was built with dtype={own!r}; cast the weights or build it with theirs'
+                if own != self.dtype.name:
+                    fix = f'this leaf is {own} in every copy of the weights: do not cast it'
+                raise ValueError(f'weights have {leaf.dtype} at {path_name(path)}, but {fix}')
         # outside jit, so that unchanged leaves are not copied; committed, so that all weights use the same operations
         prepared = self._decoder.prepare(jax.device_put(weights, self.placement.published))
         return PreparedWeights(jax.block_until_ready(prepared))
