@@ -40,6 +40,7 @@ from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS
 from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.rollout.state_pool import StateSizes
 from areal_jax.rollout.window_blocks import WindowSizes, size_windows
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import MOST_ALTERNATIVES, PublishedWeights, TokenScores, Tree
@@ -203,6 +204,7 @@ class JaxDecodeBackend:
         )  # fmt: skip
         if window_blocks is not None and longest is not None:
             self.windows = WindowSizes(longest, window_blocks) if window_blocks else None
+        self.states: StateSizes | None = None
         self._sizes = rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks, self.windows)
         self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
@@ -418,6 +420,7 @@ class JaxDecodeBackend:
         state: EngineState,
         copies: Sequence[tuple[int, int]],
         parts: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
     ) -> EngineState:
         for some, some_parts in itertools.zip_longest(_cut(copies), _cut(parts), fillvalue=()):
             first, last, of_parts = self.no_copies()
