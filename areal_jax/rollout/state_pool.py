@@ -232,6 +232,7 @@ class StatePool:
         if not self._spared:
             raise RuntimeError(f'all {self._sizes.places} states of recurrent layers are needed')
         place, holder = self._spared.popitem(last=False)
+        self._copies.pop(place, None)
         holder.state = None
         return place
 

@@ -122,7 +122,13 @@ def test_a_branch_of_nothing_copies_nothing_and_one_that_is_dropped_has_no_copy(
         pool.branch(other, *named(range(6)))
         finish(other)  # the copy has not run, so that the place is worth nothing
         assert (pool.take_copies(), pool.free, pool.snapshots) == ([], 1, 1)
-    pool.check([holder], [])
+    pool.branch(other, *named(range(6)))
+    pool.spare(other)
+    late = [Holder(), Holder()]  # they take the snapshot's place, and then that of its copy
+    for one in late:
+        pool.allocate(one)
+    assert (other.state, pool.take_copies()) == (None, [])
+    pool.check([holder, *late], [other])
 
 
 def test_all_snapshots_are_forgotten_at_once():
