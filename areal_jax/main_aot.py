@@ -216,6 +216,7 @@ COMMAND = Command(
         'rollout.server',
         'rollout.slots',
         'rollout.cache_tokens',
+        'rollout.state_snapshots',
         'rollout.prefill_buckets',
         'rollout.attention',
         'learner.row_tokens',

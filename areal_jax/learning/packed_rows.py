@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_models
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import DeltaNet, ModelConfig
 from areal_jax.types import PackedBatch
 
 EMPTY = -1  # in a placement: no row here
@@ -56,12 +56,14 @@ def _mlp_parameters(c: ModelConfig) -> int:
     dense = 3 * c.d_model * c.d_ff
     if c.experts is None:
         return c.n_layers * dense
-    reached = c.d_model * (c.experts.count + 3 * c.experts.per_token * c.experts.d_expert)
+    reached = c.d_model * (c.experts.count + 3 * (c.experts.per_token * c.experts.d_expert + c.experts.d_shared))
     return len(c.experts.dense_layers) * dense + c.n_expert_layers * reached
 
 
 def decoder_cost(c: ModelConfig) -> CostCoefficients:
-    """`cost_coefficients` of a decoder."""
+    """`cost_coefficients` of a decoder; the rule of delta nets counts as parameters of as many operations."""
+    if c.delta is not None:
+        return _hybrid_cost(c, c.delta)
     attention = 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.head_dim
     return cost_coefficients(
         n_layers=c.n_layers,
@@ -70,6 +72,17 @@ def decoder_cost(c: ModelConfig) -> CostCoefficients:
         head_dim=c.head_dim,
         n_head_parameters=c.vocab_size * c.d_model,
     )
+
+
+def _hybrid_cost(c: ModelConfig, delta: DeltaNet) -> CostCoefficients:
+    with_attention = c.n_layers - c.n_delta_layers
+    attention = c.d_model * ((2 + c.gated_attention) * c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    projections = c.d_model * (2 * keys + 3 * values + 2 * delta.value_heads)
+    of_layers = with_attention * attention + _mlp_parameters(c)
+    of_layers += c.n_delta_layers * (projections + delta.rule_flops // 2)
+    per_token = 6.0 * (of_layers + c.vocab_size * c.d_model)
+    return CostCoefficients(per_token, 12.0 * with_attention * c.n_heads * c.head_dim)
 
 
 def visible_pairs(tokens: int, tokens_before: int = 0) -> int:

@@ -18,7 +18,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention.backends import BACKENDS, shares_prompts
 from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.experts import require_experts
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import ModelConfig, require_delta_heads
 from areal_jax.sharding.placement import describe, place
 from areal_jax.sharding.rules import data_shards, nearest_device, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup
@@ -140,6 +140,12 @@ def _require_model(config: ModelConfig, mesh: Mesh) -> None:
     tensor = mesh.shape['tensor']
     require_experts(config, mesh.shape['expert'], LEARNER)
     require_heads(config.n_heads, config.n_kv_heads, tensor)
+    require_delta_heads(config, tensor, LEARNER)
+    if config.delta is not None and (context := mesh.shape['context']) > 1:
+        raise ConfigError(
+            f'context={context} of {LEARNER} cuts rows, and the states of delta nets do not travel between devices: '
+            'use fsdp, tensor or data'
+        )
     if config.vocab_size % tensor:
         raise ConfigError(
             f'tensor={tensor} of cluster.learner does not divide the {config.vocab_size} tokens of the vocabulary; '

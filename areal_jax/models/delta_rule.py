@@ -12,11 +12,11 @@ on the path of i, else 0,
     A = beta_i (k_i . k_j) D_ij for j < i;  u = (I + A)^-1 beta (v - e^G S' k);  o = e^G S' q + ((q k') D) u
     state behind token t = e^G_t S + sum_j D_tj k_j u_j'
 
-The triangular system is solved by substitution, because products of powers of A lose all digits where keys are alike. `run_rows` runs
-packed rows with shared prompts, and carries two states from chunk to chunk: that of the segment that continues, and
-that behind the latest prompt, with which each of its answers begins. `run_pieces` runs pieces of sequences whose states
-are in a pool. All numbers of the rule are float32. Shapes: T tokens, C tokens of a chunk, Hk key heads, H value heads,
-Dk and Dv sizes of a head, n taps.
+The triangular system is solved by substitution, because products of powers of A lose all digits where keys are alike.
+`run_rows` runs packed rows with shared prompts, and carries two states from chunk to chunk: that of the segment that
+continues, and that behind the latest prompt, with which each of its answers begins. `run_pieces` runs pieces of
+sequences whose states are in a pool. All numbers of the rule are float32. Shapes: T tokens, C tokens of a chunk, Hk key
+heads, H value heads, Dk and Dv sizes of a head, n taps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.families import DeltaNet
+from areal_jax.models.families import CHUNK, DeltaNet
 
-CHUNK = 64  # tokens: more lose digits, because G_i - G_j subtracts large numbers where the decay is fast
 _EPS = 1e-6  # of the lengths of queries and keys
 
 

@@ -133,6 +133,11 @@ class ExpertFields:
     d_shared: tuple[str, int] | None = None  # width of an expert that every token reaches; None = there is none
 
 
+# tokens that the rule of a delta net computes at once: more lose digits, because it subtracts logs of decays, which are
+# large where the decay is fast
+CHUNK = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
     """The sizes of gated delta nets (arXiv 2412.06464): a state of fixed size in place of keys and values."""
@@ -150,6 +155,17 @@ class DeltaNet:
             raise ConfigError(
                 f'delta.value_heads={self.value_heads} is not a multiple of delta.key_heads={self.key_heads}'
             )
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of a sequence's state in one layer; the convolution's inputs have `itemsize` bytes each."""
+        inputs = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return 4 * self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * inputs * itemsize
+
+    @property
+    def rule_flops(self) -> int:
+        """The arithmetic of the rule for one token of a forward pass in chunks."""
+        keys, values = self.key_dim, self.value_dim
+        return self.value_heads * (6 * keys * values + CHUNK * (4 * keys + 3 * values))
 
 
 EXPERT_COUNTS = ('num_experts', 'num_local_experts')

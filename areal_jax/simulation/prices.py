@@ -98,7 +98,7 @@ class ModelShape:
     product_parameters: float  # of matrices that tokens are multiplied with: layers and output head, all experts
     head_parameters: float
     layers: int
-    attention_width: int  # heads * head_dim
+    attention_width: int  # heads * head_dim, on average over the layers
     kv_bytes: int  # of one position, in all layers, 16 bit
     hidden: int  # width of the residual stream
     expert_parameters: float = 0.0  # the part of `product_parameters` that is in experts
@@ -106,11 +106,14 @@ class ModelShape:
     experts_per_token: int = 0
     window: int = 0  # the longest; 0 = no layer has one
     window_kv_bytes: int = 0  # the part of `kv_bytes` in layers with a window
+    state_bytes: int = 0  # of the states of a row, in all layers with delta nets
+    rule_flops: int = 0  # of their rule, for a token
 
     def held_kv_bytes(self, row_tokens: float) -> float:
         """Returns the bytes of one of `row_tokens` positions of a row: half as many windows as rows are held beside."""
         share = min(1.0, WINDOWS_OF_ROW * self.window / row_tokens) if row_tokens else 1.0
-        return self.kv_bytes - (1 - share) * self.window_kv_bytes
+        states = 2.5 * self.state_bytes / row_tokens if row_tokens else 0  # see rollout.state_pool.size_states
+        return self.kv_bytes - (1 - share) * self.window_kv_bytes + states
 
     @property
     def active_parameters(self) -> float:
@@ -142,14 +145,16 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
         product_parameters=of_layers + sum(heads),
         head_parameters=sum(heads),
         layers=config.n_layers,
-        attention_width=config.n_heads * config.head_dim,
-        kv_bytes=config.n_layers * of_layer,
+        attention_width=config.n_heads * config.head_dim * (config.n_layers - config.n_delta_layers) // config.n_layers,
+        kv_bytes=(config.n_layers - config.n_delta_layers) * of_layer,
         hidden=config.d_model,
         expert_parameters=sum(count for path, count in counts if '/experts/' in path),
         experts=config.experts.count if config.experts else 0,
         experts_per_token=config.experts.per_token if config.experts else 0,
         window=max(filter(None, config.windows), default=0),
         window_kv_bytes=in_windows * of_layer,
+        state_bytes=config.n_delta_layers * config.delta.state_bytes(CACHE_BYTES) if config.delta else 0,
+        rule_flops=config.n_delta_layers * config.delta.rule_flops if config.delta else 0,
     )
 
 
@@ -259,15 +264,16 @@ class Roofline:
     def step_s(self, rows: float, positions: float) -> float:
         """Seconds of a decode step that reads `positions` of the cache, summed over all rows."""
         shape, chip = self.shape, self.chip
-        read = WEIGHT_BYTES * shape.read_parameters(rows) + shape.kv_bytes * positions
+        read = WEIGHT_BYTES * shape.read_parameters(rows) + shape.kv_bytes * positions + 2 * shape.state_bytes * rows
         read_s = read / (self.reached.bandwidth * chip.bytes_s * self.devices)
-        computed = 2 * shape.active_parameters * rows + self._attention(positions)
+        computed = (2 * shape.active_parameters + shape.rule_flops) * rows + self._attention(positions)
         computed_s = computed / (self.reached.prefill * chip.flops * self.devices)
         return self.step_overhead_s + max(read_s, computed_s) + self._reduce_s(rows)
 
     def prefill_s(self, tokens: float, positions: float) -> float:
         """Seconds to prefill or rebuild `tokens`; omits the head, which only the last token of each prompt needs."""
-        products = 2 * (self.shape.active_parameters - self.shape.head_parameters) * tokens
+        of_token = 2 * (self.shape.active_parameters - self.shape.head_parameters) + self.shape.rule_flops
+        products = of_token * tokens
         flops = self.reached.prefill * self.chip.flops * self.devices
         return (products + self._attention(positions)) / flops + self._reduce_s(tokens)
 
@@ -277,7 +283,7 @@ class Roofline:
         `passes` counts forward passes: 3 for the update, or 4 if activations are recomputed; 1 more for proximal
         log-probs, and 1 more for a reference model.
         """
-        computed = 2 * self.shape.active_parameters * tokens + self._attention(positions)
+        computed = (2 * self.shape.active_parameters + self.shape.rule_flops) * tokens + self._attention(positions)
         return passes * computed / (self.reached.mfu * self.chip.flops * self.devices)
 
     def optimizer_s(self) -> float:

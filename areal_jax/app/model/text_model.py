@@ -23,7 +23,7 @@ from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_s
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.hub import is_hub_name, locate_model
 from areal_jax.installation import PACKAGE, locate_file
-from areal_jax.models.families import FAMILIES, ExpertFields, Experts, ModelConfig, default_kinds
+from areal_jax.models.families import FAMILIES, DeltaNet, ExpertFields, Experts, ModelConfig, default_kinds
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
@@ -269,13 +269,26 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         kinds=default_kinds(name, config.model.n_layers, max(1, longest // 4)),
         embedding_factor=math.sqrt(config.model.d_model) if family.scales_embedding else 1.0,
         experts=_random_experts(config, family.experts) if family.experts else None,
+        rotary_dim=_part_of(config.model.head_dim, family.rotary_fraction),
+        delta=_random_delta(config) if family.delta else None,
         **family.switches | biases,
     )
 
 
 def _random_experts(config: TrackedConfig, fields: ExpertFields) -> Experts:
     sizes = config.model.experts, config.model.experts_per_token, config.model.d_expert
-    return Experts(*sizes, swiglu=fields.swiglu)
+    return Experts(*sizes, swiglu=fields.swiglu, d_shared=config.model.d_expert if fields.d_shared else 0)
+
+
+def _random_delta(config: TrackedConfig) -> DeltaNet:
+    """Heads as attention has them: values like its queries."""
+    size = config.model.head_dim
+    return DeltaNet(config.model.n_kv_heads, config.model.n_heads, size, size)
+
+
+def _part_of(head_dim: int, fraction: float) -> int | None:
+    """The numbers of a head that are rotated, an even number; None = all."""
+    return None if fraction == 1.0 else max(2, int(head_dim * fraction) // 2 * 2)
 
 
 def _longest(config: TrackedConfig) -> int:

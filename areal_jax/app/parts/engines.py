@@ -110,6 +110,7 @@ def _build_backend(
         context_tokens=rollout.context_tokens,
         block_tokens=rollout.block_tokens,
         cache_blocks=cache_blocks,
+        state_snapshots=rollout.state_snapshots,
         prefill_buckets=rollout.prefill_buckets,
         decode_steps=rollout.decode_steps,
         filtered=filtered,
@@ -136,8 +137,9 @@ def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
     backend = next(iter(backends.values()))  # all have equally many blocks, divided among an engine's devices
     windows = backend.windows
     beside = f', {windows.blocks} in layers with a window of up to {windows.tokens}' if windows else ''
+    states = f' and {backend.states.places} recurrent states' if backend.states else ''
     size = format_bytes(backend.state_bytes)
-    return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions{beside}, {size}'
+    return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions{beside}{states}, {size}'
 
 
 def build_engines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -24,10 +25,12 @@ from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import KL, find_objective, is_policy, reads_reference
 from areal_jax.learning import weights as trees
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import DELTA, LayerKind, ModelConfig
+from areal_jax.models.weight_rows import MixerKind
 from areal_jax.models.weights import Params, is_adapter, leaf_dtype, logical_axes
 from areal_jax.rollout.decode.decode_rows import CacheSizes
 from areal_jax.rollout.decode.generate import weight_shardings
+from areal_jax.rollout.state_pool import size_states
 from areal_jax.rollout.window_blocks import size_windows
 from areal_jax.sharding.rules import Allocation, EngineDevices, data_shards, param_shardings, path_name, replicated
 from areal_jax.telemetry.progress import format_bytes
@@ -287,6 +290,7 @@ def _engine_sizes(
         slots += config.evaluation.slots
         beside = _cache_blocks(config, shape, config.evaluation.slots, beside=True)
         cache += beside * _block_bytes(config, shape, devices)
+        cache += _states_bytes(config, shape, devices, config.evaluation.slots)
     weights, matrices = _engine_weights(shape, devices, group.expert, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
@@ -317,8 +321,18 @@ def version_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevi
 
 
 def cache_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
-    """Returns the bytes of an engine's KV cache on each of its devices, without the one of evaluation."""
-    return _cache_blocks(config, shape, config.rollout.slots) * _block_bytes(config, shape, devices)
+    """Returns the bytes of an engine's KV cache and states on each of its devices, without those of evaluation."""
+    blocks = _cache_blocks(config, shape, config.rollout.slots) * _block_bytes(config, shape, devices)
+    return blocks + _states_bytes(config, shape, devices, config.rollout.slots)
+
+
+def _states_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices, slots: int) -> int:
+    """Returns the bytes on a device of the states of delta nets."""
+    if shape.delta is None:
+        return 0
+    tensor = parse_engines(config.cluster.engines).find_group(len(devices)).tensor
+    places = size_states(slots, config.rollout.state_snapshots).places + 1
+    return shape.n_delta_layers * places * shape.delta.state_bytes(_itemsize(config.publication.dtype)) // tensor
 
 
 def _block_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
@@ -337,7 +351,8 @@ def _cache_blocks(config: TrackedConfig, shape: ModelConfig, slots: int, *, besi
         block_tokens=rollout.block_tokens, steps=rollout.decode_steps, piece_tokens=max(rollout.prefill_buckets),
     )  # fmt: skip
     sizes = CacheSizes(rollout.context_tokens, rollout.block_tokens, of_sequences, windows)
-    return sum(sizes.allocated(kind.window) for kind in shape.kinds) * (shape.n_layers // len(shape.kinds))
+    with_attention = [kind for kind in shape.kinds if kind.mixer == 'attention']
+    return sum(sizes.allocated(kind.window) for kind in with_attention) * (shape.n_layers // len(shape.kinds))
 
 
 def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:
@@ -395,16 +410,28 @@ def _held_versions(config: TrackedConfig) -> int:
 
 
 def _sample(shape: ModelConfig) -> ModelConfig:
-    """Returns the model with one layer of each kind; the layer without experts comes first."""
-    experts = shape.experts and dataclasses.replace(
-        shape.experts, dense_layers=(0,) if shape.experts.dense_layers else ()
-    )
-    return dataclasses.replace(shape, n_layers=len(_repeats(shape)), kinds=shape.kinds[:1], experts=experts)
+    """Returns the model with one layer of each kind of modules; the kind of the last layer comes last."""
+    kinds = list(_count_kinds(shape))
+    dense = tuple(index for index, (_, has_experts) in enumerate(kinds) if not has_experts)
+    experts = shape.experts and dataclasses.replace(shape.experts, dense_layers=dense)
+    mixers = tuple(DELTA if mixer == 'delta' else LayerKind() for mixer, _ in kinds)
+    return dataclasses.replace(shape, n_layers=len(kinds), kinds=mixers, experts=experts)
 
 
 def _repeats(shape: ModelConfig) -> tuple[int, ...]:
     """Returns, for each layer of `_sample`, the number of layers of the model that it represents."""
-    return tuple(filter(None, (shape.n_layers - shape.n_expert_layers, shape.n_expert_layers)))
+    return tuple(_count_kinds(shape).values())
+
+
+def _count_kinds(shape: ModelConfig) -> dict[tuple[MixerKind, bool], int]:
+    """Returns the number of layers by (mixer, whether they have experts), the layers without experts first."""
+    if len(shape.kinds) == 1:  # layers without number are not listed
+        mixer = shape.kinds[0].mixer
+        counts = {(mixer, False): shape.n_layers - shape.n_expert_layers, (mixer, True): shape.n_expert_layers}
+        return {kind: count for kind, count in counts.items() if count}
+    found = collections.Counter((shape.mixer(layer), shape.has_experts(layer)) for layer in range(shape.n_layers))
+    last = shape.mixer(shape.n_layers - 1)
+    return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0] == last)))
 
 
 def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str | None) -> int:

@@ -27,10 +27,10 @@ from areal_jax.models.attention.backends import MAX_TILE_TOKENS, packed_attentio
 from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
-from areal_jax.models.delta_rule import CHUNK, PieceChunks, Recur, run_pieces
+from areal_jax.models.delta_rule import PieceChunks, Recur, run_pieces
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
-from areal_jax.models.families import ModelConfig
+from areal_jax.models.families import CHUNK, ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
