@@ -154,7 +154,7 @@ class FastBackend:
 
     block_tokens = 64
     devices: tuple[str, ...] = ('none',)
-    state_bytes, records_context, windows = 0, False, None
+    state_bytes, records_context, windows, states = 0, False, None, None
     sampling = SamplingSupport(vocab_size=2, cuts=False, adjusts=False, stop_tokens=4, biased_tokens=0)
 
     def __init__(
@@ -189,7 +189,11 @@ class FastBackend:
         return state, DecodeOutput(np.ones(shape, np.int32), np.full(shape, -1, np.float32), valid)
 
     def copy(
-        self, state: int, sources: Sequence[int], targets: Sequence[int], parts: Sequence[tuple[int, int]] = ()
+        self,
+        state: int,
+        copies: Sequence[tuple[int, int]],
+        parts: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
     ) -> int:
         return state
 

@@ -35,9 +35,11 @@ from areal_jax.protocols import Clock, Verifier, Workflow
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.state_pool import StateSizes
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
+from tests.toy_states import ToyStates
 
 STOP = 0
 LONGEST = 7
@@ -63,7 +65,8 @@ def logprob(w: int, position: int, stale: int = 0) -> float:
 class ToyCache:
     """What every position of every block holds: the version of its weights and its token, -1 = nothing."""
 
-    def __init__(self, blocks: int, block_tokens: int):
+    def __init__(self, blocks: int, block_tokens: int, states: StateSizes | None):
+        self.states = ToyStates(states)
         self.versions = np.full((blocks, block_tokens), -1, np.int64)
         self.tokens = np.full((blocks, block_tokens), -1, np.int64)
         self.donated = False
@@ -84,7 +87,11 @@ class ToyCache:
 
 
 class ToyBackend:
-    """Weights are (w, version); the state is a ToyCache, in which each row must find exactly its own tokens."""
+    """Weights are (w, version); the state is a ToyCache, in which each row must find exactly its own tokens.
+
+    Args:
+      states: also of recurrent layers, of which pieces and rows must find those behind exactly the tokens before them.
+    """
 
     devices = ('toy',)
     state_bytes, records_context, windows = 0, False, None
@@ -92,11 +99,11 @@ class ToyBackend:
 
     def __init__(
         self, slots: int, cache_blocks: int | None = None, *, context_tokens: int = 32, block_tokens: int = 4,
-        largest_piece: int = 32,
+        largest_piece: int = 32, states: StateSizes | None = None,
     ):  # fmt: skip
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
-        self.largest_piece = largest_piece
+        self.largest_piece, self.states = largest_piece, states
         self.prefills: list[list[list[int]]] = []  # the pieces of each
         self.batches: list[int] = []  # rows of each dispatch of decoding
         self._sequences: dict[int, tuple[GenerationRequest, list[int]]] = {}  # by identity of the request
@@ -105,7 +112,7 @@ class ToyBackend:
         return PreparedWeights(*weights)
 
     def initial_state(self) -> ToyCache:
-        return ToyCache(self.cache_blocks, self.block_tokens)
+        return ToyCache(self.cache_blocks, self.block_tokens, self.states)
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
         tokens, prior = (-(-n // 8) * 8 for n in (sum(b - a for a, b in spans), max(a for a, _ in spans)))
@@ -117,25 +124,29 @@ class ToyBackend:
         new, written = _donate(state), []
         for piece in pieces:
             assert 1 <= len(piece.tokens) <= self.largest_piece
-            versions, _ = new.read(piece.blocks, piece.start)
+            versions, before = new.read(piece.blocks, piece.start)
+            new.states.begin(piece.state, before.tolist(), versions.tolist())
             assert (versions >= 0).all(), 'a piece begins behind positions that are not in the cache'
             last = -(-(piece.start + len(piece.tokens)) // self.block_tokens)
             written += piece.blocks[piece.start // self.block_tokens : last]
         assert len(set(written)) == len(written), 'two pieces write to one block'
         for piece in pieces:
             new.write(piece.blocks, piece.start, piece.tokens.tolist(), weights.version)
+            new.states.advance(piece.state, piece.tokens.tolist(), weights.version)
         self.prefills.append([piece.tokens.tolist() for piece in pieces])
         return new
 
     def copy(
-        self, state: ToyCache, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = ()
-    ) -> ToyCache:
+        self, state: ToyCache, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
+    ) -> ToyCache:  # fmt: skip
         assert not parts
-        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
+        sources, targets = [source for source, _ in copies], [target for _, target in copies]
         assert len(targets) == len(set(targets))
         new = _donate(state)
         for array in (new.versions, new.tokens):
             array[targets] = array[sources]
+        new.states.copy(states)
         return new
 
     def read_context(self, state: ToyCache, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
@@ -162,10 +173,12 @@ class ToyBackend:
             assert (row.position, row.token) == (len(tokens) - 1, tokens[-1])
             versions, found = new.read(row.blocks, row.position)
             assert found.tolist() == tokens[:-1], f'{request.request_id} reads {found.tolist()} for {tokens[:-1]}'
+            new.states.begin(row.state, tokens[:-1], versions.tolist())
             stale = weights.version - min(versions.tolist(), default=weights.version)
             for step in range(steps):
                 position = len(tokens)
                 new.write(row.blocks, position - 1, tokens[-1:], weights.version)
+                new.states.advance(row.state, tokens[-1:], weights.version)
                 drawn, last = self.draw_token(weights.w, request, position)
                 tokens.append(drawn)
                 output.tokens[step, index] = tokens[-1]

@@ -112,6 +112,14 @@ class RolloutSection(ConfigSection):
         also_for=_BY_ENGINES,
         other_names='kv_cache_size gpu_memory_utilization mem_fraction_static cache_size',
     )
+    state_snapshots: int | None = integer(
+        None,
+        COUNT_OR_OFF,
+        'with recurrent layers: states kept for prompts that continue earlier ones; None = half as many as slots',
+        used_if=_decodes,
+        also_for=_BY_ENGINES,
+        other_names='max_mamba_cache_size',
+    )
     prefill_buckets: tuple[int, ...] = lengths(
         (64, 256),
         'tokens of a packed prefill, padding included; longer prompts go in pieces',

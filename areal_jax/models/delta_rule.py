@@ -12,7 +12,7 @@ on the path of i, else 0,
     A = beta_i (k_i . k_j) D_ij for j < i;  u = (I + A)^-1 beta (v - e^G S' k);  o = e^G S' q + ((q k') D) u
     state behind token t = e^G_t S + sum_j D_tj k_j u_j'
 
-The triangular system is solved, because products of powers of A lose all digits where keys are alike. `run_rows` runs
+The triangular system is solved by substitution, because products of powers of A lose all digits where keys are alike. `run_rows` runs
 packed rows with shared prompts, and carries two states from chunk to chunk: that of the segment that continues, and
 that behind the latest prompt, with which each of its answers begins. `run_pieces` runs pieces of sequences whose states
 are in a pool. All numbers of the rule are float32. Shapes: T tokens, C tokens of a chunk, Hk key heads, H value heads,
@@ -171,13 +171,51 @@ def _solve(chunk: _Chunk, path: jax.Array, entering: Callable[[jax.Array], jax.A
     below = jnp.tril(jnp.ones(path.shape, bool), -1)
     lower = jnp.where(below, chunk.beta.T[:, :, None] * keys * ratios, 0)
     wanted = chunk.beta[..., None] * (chunk.value - grown * entering(chunk.key))
-    updates = lax.linalg.triangular_solve(
-        lower + jnp.eye(len(path), dtype=lower.dtype), wanted.swapaxes(0, 1),
-        left_side=True, lower=True, unit_diagonal=True,
-    )  # fmt: skip
+    updates = solve_unit_lower(lower, wanted.swapaxes(0, 1))
     scores = jnp.einsum('ihd,jhd->hij', chunk.query, chunk.key) * ratios
     out = grown * entering(chunk.query) + jnp.einsum('hij,hjd->ihd', scores, updates)
     return _Solved(out, updates, total, ratios)
+
+
+@jax.custom_vjp
+def solve_unit_lower(lower: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Returns u [..., C, D] with (I + lower) u = wanted; `lower` [..., C, C] is 0 on and above the diagonal.
+
+    lax.linalg.triangular_solve is not used: on CPUs two of them at once wait for each other's threads for ever
+    (jaxlib 0.10.2, batched strsm).
+    """
+    return _invert(lower) @ wanted
+
+
+def _solve_forward(lower: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _invert(lower)
+    solution = inverse @ wanted
+    return solution, (inverse, solution)
+
+
+def _solve_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, solution = saved
+    of_wanted = inverse.swapaxes(-1, -2) @ gradient
+    return jnp.tril(-of_wanted @ solution.swapaxes(-1, -2), -1), of_wanted
+
+
+solve_unit_lower.defvjp(_solve_forward, _solve_backward)
+_ELIMINATED = 16  # rows and columns of the blocks whose inverse is found column by column
+
+
+def _invert(lower: jax.Array) -> jax.Array:
+    """The inverse of I + lower: of blocks on the diagonal by elimination, of larger ones from their two halves."""
+    size = lower.shape[-1]
+    if size > _ELIMINATED and size % 2 == 0:
+        half = size // 2
+        first, last = _invert(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+        below = -last @ lower[..., half:, :half] @ first
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        return jnp.concatenate([upper, jnp.concatenate([below, last], axis=-1)], axis=-2)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    for column in range(size - 1):
+        inverse = inverse - lower[..., column, None] * inverse[..., column, None, :]
+    return inverse
 
 
 def _state_behind(token: jax.Array, chunk: _Chunk, solved: _Solved, first: jax.Array) -> jax.Array:

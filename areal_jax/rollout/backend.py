@@ -15,6 +15,7 @@ import numpy as np
 
 from areal_jax.columns import ColumnArrays, check, find
 from areal_jax.errors import UserError
+from areal_jax.rollout.state_pool import StateSizes
 from areal_jax.rollout.window_blocks import WindowSizes
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, SamplingParams, Weights
 
@@ -138,6 +139,9 @@ class PrefillPiece:
     start: int  # position of the first; the cache holds the earlier ones
     blocks: Sequence[int]  # position p is in blocks[p // block_tokens]; they hold start + n positions or more
     parts: Sequence[int] | np.ndarray = ()  # where each block is in the pool of `windows`, if there is one
+    # place of the recurrent state, if the model has `states`: it is behind the position before `start`, or unknown if
+    # that is 0, and then begins with zeros; `prefill` leaves the state behind the last token there
+    state: int = 0
 
     @property
     def span(self) -> Span:
@@ -154,6 +158,7 @@ class DecodeRow(NamedTuple):
     blocks: Sequence[int]  # as in PrefillPiece; they hold min(position + steps, limit - 1) positions or more
     tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read if the request has penalties
     parts: Sequence[int] | np.ndarray = ()  # as in PrefillPiece
+    state: int = 0  # as in PrefillPiece, before `position`; each token that the row processes moves it on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +209,7 @@ class DecodeBackend(Protocol):
     block_tokens: int
     cache_blocks: int  # blocks 0 to cache_blocks - 1
     windows: WindowSizes | None  # the pool of the layers with a window; None = all layers are in the same blocks
+    states: StateSizes | None  # the pool of the states of recurrent layers; None = there are none
     devices: tuple[str, ...]  # names of those that hold the KV cache
     sampling: SamplingSupport
 
@@ -251,9 +257,16 @@ class DecodeBackend(Protocol):
         """
         ...
 
-    def copy(self, state: State, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = ()) -> State:
+    def copy(
+        self,
+        state: State,
+        copies: Sequence[tuple[int, int]],
+        parts: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
+    ) -> State:
         """Returns the state with the content of each block `source` copied to `target`, (source, target) in order.
 
-        `parts` are the same in the pool of the layers with a window; the other layers copy the blocks.
+        `parts` are the same in the pool of the layers with a window; the other layers copy the blocks. `states` are
+        places of recurrent states. No source is the target of an earlier copy.
         """
         ...

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from areal_jax.rollout.state_pool import NoStates, States
 from areal_jax.rollout.window_blocks import Need, OnePool, Windows
 
 _DIGEST_BYTES = 16  # two different sequences share a digest with a chance of 2^-128
@@ -50,6 +51,12 @@ class Match:
     tail: int | None  # the block whose first positions follow them
     length: int  # positions, the tail's included
     goes_on: bool  # the kept sequence ends in the tail, and the prompt continues after it
+
+    def cut(self, length: int, block_tokens: int) -> Match:
+        """Returns the first `length` positions, fewer than there are; the tail may be a whole block of this match."""
+        whole, inside = divmod(length, block_tokens)
+        blocks = [*self.blocks, *(() if self.tail is None else (self.tail,))]
+        return Match(self.blocks[:whole], blocks[whole] if inside else None, length, goes_on=False)
 
 
 class BlockIndex:
@@ -289,6 +296,7 @@ class Prefix:
     found: int = 0  # positions that an earlier sequence left in the cache; reset once a prefill event has reported them
     expected: int = 0  # sequences in slots that will read it and have not yet
     need: Need = dataclasses.field(default_factory=Need)  # while it is expected
+    state: int | None = None  # place of the recurrent state behind the `filled` positions, see state_pool.py
 
     @property
     def blocks(self) -> list[int]:
@@ -317,6 +325,7 @@ class CachedSequence:
     is_logged: bool = False  # a prefill event has named the request
     filled: int = 0  # positions that are in the cache
     need: Need = dataclasses.field(default_factory=Need)
+    state: int | None = None  # place of the recurrent state behind them
 
     @property
     def tail_copy(self) -> tuple[int, int] | None:
@@ -324,6 +333,14 @@ class CachedSequence:
         if self.prefix is None or self.prefix.tail is None or self.has_tail:
             return None
         return self.prefix.tail, self.own[0]
+
+    @property
+    def state_copy(self) -> tuple[int, int] | None:
+        """(source, target) places of the state with which the sequence continues after the prefix, if there is one."""
+        if self.prefix is None or self.state is None:
+            return None
+        assert self.prefix.state is not None
+        return self.prefix.state, self.state
 
 
 class PrefixIndex:
@@ -333,8 +350,8 @@ class PrefixIndex:
     content.
     """
 
-    def __init__(self, pool: BlockPool):
-        self._pool, self._windows = pool, pool.windows
+    def __init__(self, pool: BlockPool, states: States | None = None):
+        self._pool, self._windows, self._states = pool, pool.windows, states or NoStates()
         self._open: collections.Counter[PrefixKey] = collections.Counter()  # requests in slots or waiting
         self._prefixes: collections.OrderedDict[PrefixKey, Prefix] = collections.OrderedDict()  # last used last
         self._copied: list[Prefix] = []  # since the last dispatch
@@ -362,6 +379,7 @@ class PrefixIndex:
     def expect(self, prefix: Prefix) -> None:
         """Notes that one more sequence in a slot will read the prefix, or compute the rest of it."""
         prefix.expected += 1
+        self._states.need(prefix)
         self._windows.hold(prefix.need, prefix.blocks, prefix.filled, prefix.filled)
 
     def let_go(self, prefix: Prefix) -> None:
@@ -369,6 +387,7 @@ class PrefixIndex:
         prefix.expected -= 1
         if not prefix.expected:
             self._windows.release(prefix.need)
+            self._states.spare(prefix)
 
     def copy(self, prefix: Prefix, source: int, target: int, place: int) -> None:
         """Requests that `target`, a block of the prefix, begins as a copy of `source`, whose part is at `place`.
@@ -432,18 +451,30 @@ class PrefixIndex:
             self._pool.keep_prompt(version, prefix.digests[len(prefix.whole)], rest, prefix.tail)
         self._pool.keep(version, prefix.digests, whole, prefix.whole)
         self._pool.release(reversed(prefix.held))
+        if prefix.is_complete:
+            self._states.keep(prefix, version, prefix.digests, prefix.tokens)
+        else:
+            self._states.release(prefix)
 
     def clear(self, open_keys: Iterable[PrefixKey]) -> None:
         """Forgets every prefix and what blocks keep; `open_keys` replace the keys of the open requests."""
         for prefix in self._prefixes.values():
             self._pool.release(prefix.held)
+            self._states.release(prefix)
         self._prefixes.clear()
         self._pool.forget()
+        self._states.forget()
         self._open = collections.Counter(open_keys)
 
     def held(self) -> Sequence[int]:
         """The blocks to which prefixes refer."""
         return [block for prefix in self._prefixes.values() for block in prefix.held]
+
+    def expected(self) -> list[Prefix]:
+        return [prefix for prefix in self._prefixes.values() if prefix.expected]
+
+    def spared(self) -> list[Prefix]:
+        return [prefix for prefix in self._prefixes.values() if not prefix.expected]
 
     def needs(self) -> list[Need]:
         return [prefix.need for prefix in self._prefixes.values()]

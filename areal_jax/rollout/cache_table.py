@@ -10,11 +10,14 @@ tokens. Whole blocks are shared with the kept sequence, the block in which it en
 
 Layers with a window may have a pool of their own (window_blocks.py). A prompt can then begin with a kept sequence where
 the parts of the last window are left: else with a shorter beginning of it, or with none.
+
+Recurrent layers have states (state_pool.py), each of one length. A prompt can then begin with a kept sequence as far as
+there is a state: where an earlier prompt or answer ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -30,6 +33,7 @@ from areal_jax.rollout.blocks import (
     extend_digests,
 )
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.state_pool import StateSizes, build_states
 from areal_jax.rollout.window_blocks import WindowSizes, build_windows
 from areal_jax.types import is_repeated
 
@@ -45,6 +49,7 @@ class CacheTable:
       version: policy version of the requests that are not pinned to one.
       steps: tokens per sequence in one decode dispatch.
       windows: the pool of the layers with a window; None = all layers share the blocks.
+      states: the pool of the states of recurrent layers; None = there are none.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class CacheTable:
         steps: int,
         version: int,
         windows: WindowSizes | None = None,
+        states: StateSizes | None = None,
     ):
         if cache_blocks * block_tokens < context_tokens:
             raise CacheBudgetError(
@@ -66,17 +72,21 @@ class CacheTable:
         self._block_tokens, self._steps, self.version = block_tokens, steps, version
         self.windows = build_windows(windows, cache_blocks, block_tokens)
         self.pool = BlockPool(cache_blocks, BlockIndex(block_tokens, self.windows))
-        self.prefixes = PrefixIndex(self.pool)
+        self.states = build_states(states, block_tokens)
+        self.prefixes = PrefixIndex(self.pool, self.states)
 
     # Requests come and go.
 
     def open(self, running: RunningRequest) -> None:
         self.prefixes.open(self._key(running))
 
-    def close(self, running: RunningRequest, *, keep: bool = False) -> None:
-        """Releases an ended request; `keep`: a later prompt may begin with its prompt and answer."""
+    def close(self, running: RunningRequest, *, keep: bool = False, past_end: bool = False) -> None:
+        """Releases an ended request; `keep`: a later prompt may begin with its prompt and answer.
+
+        `past_end`: the device has decoded tokens behind the end, so that its recurrent state is of no use.
+        """
         if keep:
-            self._keep(running)
+            self._keep(running, past_end)
         self.release(running)
         self.prefixes.close(self._key(running))
 
@@ -102,8 +112,8 @@ class CacheTable:
             self._enter(running, None, self.pool.allocate(missing), found=0, has_tail=False)
             return True
         prefix = self.prefixes.find(self._key(running))
-        if prefix is not None and not self.windows.covers(prefix.blocks, prefix.filled):
-            self.prefixes.drop(prefix)  # no request in a slot expects it, or its parts would be there
+        if prefix is not None and not self._can_continue(prefix):
+            self.prefixes.drop(prefix)  # no request in a slot expects it, or its parts and its state would be there
             prefix = None
         if prefix is None:
             return self._place_first(running, at_any_cost)
@@ -184,6 +194,7 @@ class CacheTable:
             return
         own, prefix = cached.own, cached.prefix
         self.windows.release(cached.need)
+        self.states.release(cached)
         has_given = prefix is not None and cached.has_tail and self.prefixes.give_back_tail(prefix)
         self.pool.release(reversed(own[has_given:]))  # the end is reallocated first
         if prefix is not None and cached.is_attached:
@@ -194,9 +205,11 @@ class CacheTable:
     def check(self, requests: Iterable[RunningRequest]) -> None:
         """Asserts that only prefixes and these requests hold blocks, and that a block being written has one holder."""
         held, needs = list(self.prefixes.held()), self.prefixes.needs()
+        with_states: list[Prefix | CachedSequence] = [*self.prefixes.expected()]
         for running in requests:
             if (cached := running.cached) is not None:
                 needs.append(cached.need)
+                with_states.append(cached)
                 held += cached.blocks if cached.is_attached else cached.own
                 assert all(self.pool.count(block) == 1 for block in cached.own)
                 assert not any(block in self.pool.index for block in cached.own)
@@ -204,6 +217,10 @@ class CacheTable:
         self.pool.check(held)
         self.prefixes.check()
         self.windows.check(needs)
+        self.states.check(with_states, self.prefixes.spared())
+
+    def _can_continue(self, prefix: Prefix) -> bool:
+        return self.windows.covers(prefix.blocks, prefix.filled) and self.states.covers(prefix)
 
     def _place_first(self, running: RunningRequest, at_any_cost: bool) -> bool:
         """Places a request with a new prefix, which begins with the longest kept match."""
@@ -212,7 +229,7 @@ class CacheTable:
         if running.prompt_digests is None:
             running.prompt_digests = extend_digests([running.root_digest], tokens, self._block_tokens)
         found = self.pool.index.find(version, running.prompt_digests, tokens)
-        match = self._shorten(found)
+        match = self._shorten(found, version, running.prompt_digests, tokens)
         place = 0 if match.tail is None else self.windows.place(match.tail)
         self.pool.share(match.blocks)
         missing = self._blocks_for(running) - len(match.blocks)
@@ -230,11 +247,21 @@ class CacheTable:
         )  # fmt: skip
         if match.tail is not None:
             self.prefixes.copy(prefix, match.tail, blocks[len(match.blocks)], place)
+        self.states.branch(prefix, version, prefix.digests, tokens[: match.length])
         self.windows.mark_end(blocks, found.length)
         self._enter(running, prefix, blocks[whole:], found=match.length, has_tail=tail is not None)
         return True
 
-    def _shorten(self, match: Match) -> Match:
+    def _shorten(self, match: Match, version: int, digests: Sequence[bytes], tokens: np.ndarray) -> Match:
+        """Returns the longest part of a match that layers with a window and recurrent layers can continue."""
+        while True:
+            match = self._shorten_to_window(match)
+            length = self.states.longest(version, digests, tokens[: match.length])
+            if length == match.length:
+                return match
+            match = match.cut(length, self._block_tokens)
+
+    def _shorten_to_window(self, match: Match) -> Match:
         """Returns the longest part of a match behind which the layers with a window find what they see."""
         if match.tail is not None and self.windows.covers([*match.blocks, match.tail], match.length):
             return match
@@ -271,11 +298,12 @@ class CacheTable:
             self.prefixes.expect(prefix)
         blocks = [*(prefix.whole if prefix is not None else ()), *own]
         running.cached = CachedSequence(self._key(running)[0], prefix, own, blocks, has_tail)
+        self.states.allocate(running.cached)
         if running.cached_tokens is None:
             running.cached_tokens = found
 
-    def _keep(self, running: RunningRequest) -> None:
-        """Keeps the blocks of a sequence, unless their KV is of several versions or their tokens were only counted."""
+    def _keep(self, running: RunningRequest, past_end: bool) -> None:
+        """Keeps blocks and state of a sequence, unless they are of several versions or its tokens were only counted."""
         cached, version = running.cached, self._key(running)[0]
         assert cached is not None
         tokens = running.tokens[: cached.filled]
@@ -283,7 +311,10 @@ class CacheTable:
             return
         if cached.version == version:
             known = [running.root_digest] if cached.prefix is None else cached.prefix.digests
-            self.pool.keep(version, extend_digests(known, tokens, self._block_tokens), tokens, cached.blocks)
+            digests = extend_digests(known, tokens, self._block_tokens)
+            self.pool.keep(version, digests, tokens, cached.blocks)
+            if not past_end:
+                self.states.keep(cached, version, digests, tokens)
 
     def _key(self, running: RunningRequest) -> PrefixKey:
         version = running.request.version

@@ -124,6 +124,8 @@ class SlotTable:
         return running
 
 
+Copies = tuple[tuple[int, int], ...]  # (source, target)
+
 NO_PREFILL = PrefillBucket(0, 0)
 MOST_PREFILLED = 4  # longest pieces, in tokens, between two dispatches of decoding
 _FULL = 0.75  # share of a bucket that is worth its padding: pieces that fill less are split over two dispatches
@@ -147,8 +149,9 @@ class PlannedPiece:
 class PrefillStep:
     """One dispatch of prefill: copies, pieces, copies."""
 
-    copies: tuple[tuple[int, int], ...]  # (source, target) blocks, before all else
-    part_copies: tuple[tuple[int, int], ...]  # the same of places in the pool of layers with a window
+    copies: Copies  # of blocks, before all else
+    part_copies: Copies  # of places in the pool of layers with a window
+    state_copies: Copies  # of places of recurrent states
     requests: tuple[str, ...]  # new in their slots, or with tokens in this prefill
     bucket: PrefillBucket
     pieces: tuple[PlannedPiece, ...]
@@ -161,8 +164,9 @@ class PrefillStep:
 class DecodeStep:
     """One decode dispatch, for the requests whose tokens except the last are in the cache."""
 
-    copies: tuple[tuple[int, int], ...]  # as in PrefillStep
-    part_copies: tuple[tuple[int, int], ...]
+    copies: Copies  # as in PrefillStep
+    part_copies: Copies
+    state_copies: Copies
     entries: tuple[tuple[int, RunningRequest], ...]  # (slot, request) by slot
     rows: tuple[DecodeRow, ...]  # of the entries, in their order
     quiet: int  # equal dispatches, this one included, until the next decision, unless a request ends or comes
@@ -185,6 +189,7 @@ class Scheduler:
         self.cache = CacheTable(
             backend.cache_blocks, backend.block_tokens,
             context_tokens=backend.context_tokens, steps=decode_steps, version=version, windows=backend.windows,
+            states=backend.states,
         )  # fmt: skip
         self._prefilled = 0  # tokens since the last dispatch of decoding, padding included
         # requests in slots that are not ready to decode, in the order of admission; some may have become ready or left
@@ -206,11 +211,14 @@ class Scheduler:
             self.cache.close(running)
         return running
 
-    def end(self, running: RunningRequest) -> None:
-        """Removes a request whose answer has ended; a later prompt that continues it finds it in the cache."""
+    def end(self, running: RunningRequest, *, past_end: bool = False) -> None:
+        """Removes a request whose answer has ended; a later prompt that continues it finds it in the cache.
+
+        `past_end`: the last dispatch has decoded more tokens than belong to the answer.
+        """
         self.note_decoded(running)
         self.table.leave(running)
-        self.cache.close(running, keep=True)
+        self.cache.close(running, keep=True, past_end=past_end)
 
     def change_version(self, version: int, *, keep: bool) -> None:
         """Forgets kept blocks and the KV of the requests in slots; `keep` spares requests that are ready to decode."""
@@ -336,22 +344,26 @@ class Scheduler:
         )
         for running in unready:
             _cached(running).is_logged = True
-        pieces, found = tuple(map(self._find_parts, pieces)), _take_found(unready)
+        pieces, found = tuple(map(self._find_places, pieces)), _take_found(unready)
         return PrefillStep(*self._take_copies(), named, bucket, pieces, found, tuple(before), tuple(after))
 
-    def _take_copies(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        return tuple(self.cache.take_copies()), tuple(self.cache.windows.take_copies())
+    def _take_copies(self) -> tuple[Copies, Copies, Copies]:
+        """Returns the copies of blocks, of parts and of states with which a step begins."""
+        cache = self.cache
+        return tuple(cache.take_copies()), tuple(cache.windows.take_copies()), tuple(cache.states.take_copies())
 
-    def _find_parts(self, planned: PlannedPiece) -> PlannedPiece:
-        piece = planned.piece
-        parts = self.cache.windows.table(planned.target.need, len(piece.blocks))
-        return dataclasses.replace(planned, piece=dataclasses.replace(piece, parts=parts))
+    def _find_places(self, planned: PlannedPiece) -> PlannedPiece:
+        piece, target = planned.piece, planned.target
+        parts = self.cache.windows.table(target.need, len(piece.blocks))
+        return dataclasses.replace(planned, piece=dataclasses.replace(piece, parts=parts, state=target.state or 0))
 
     def _decode_row(self, running: RunningRequest) -> DecodeRow:
         request, cached, blocks = running.request, _cached(running), _cached(running).blocks
         tokens = running.tokens if request.sampling.penalizes else ()
         parts = self.cache.windows.table(cached.need, len(blocks))
-        return DecodeRow(request, running.last_token, len(running) - 1, running.limit, blocks, tokens, parts)
+        return DecodeRow(
+            request, running.last_token, len(running) - 1, running.limit, blocks, tokens, parts, cached.state or 0
+        )
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
         if isinstance(target, Prefix):

@@ -17,7 +17,7 @@ from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, DecodeRow, SamplingError, Span, State
 from areal_jax.rollout.running_request import RunningRequest, StopSearch
-from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
+from areal_jax.rollout.scheduler import Copies, DecodeStep, PrefillStep, Scheduler
 from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import GenerationRequest, Weights, Work
 
@@ -214,10 +214,10 @@ class DecodeStream:
     async def _prefill(self, step: PrefillStep, weights: EngineWeights) -> None:
         backend, state = self.backend, self._state
         pieces = [planned.piece for planned in step.pieces]
-        before, after = self._tail_copies(step.attached_before), self._tail_copies(step.attached_after)
+        before, after = self._attach_copies(step.attached_before), self._attach_copies(step.attached_after)
 
         def dispatch() -> State:
-            new_state = _copy(backend, state, step.copies, step.part_copies)
+            new_state = _copy(backend, state, step.copies, step.part_copies, step.state_copies)
             new_state = _copy(backend, new_state, *before)
             new_state = backend.prefill(weights.params, new_state, pieces) if pieces else new_state
             return _copy(backend, new_state, *after)
@@ -251,7 +251,7 @@ class DecodeStream:
         first_rows = [index for index, (_, running) in entries if not running.has_begun]
 
         def dispatch() -> tuple[State, DecodeOutput, Mapping[int, ColumnArrays]]:
-            copied = _copy(backend, state, step.copies, step.part_copies)
+            copied = _copy(backend, state, step.copies, step.part_copies, step.state_copies)
             after, output = backend.generate(weights.params, copied, step.rows, steps)
             return after, output, {index: _read_context(backend, after, step.rows[index]) for index in first_rows}
 
@@ -280,12 +280,11 @@ class DecodeStream:
                 request.give_context(context)
         self._deliver(output.by_row(), counts.tolist(), sound, weights.version)
 
-    def _tail_copies(
-        self, requests: Sequence[RunningRequest]
-    ) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """Returns (copies, copies of parts): each request appends to its own copy of the last block of a prefix."""
-        pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
-        return pairs, self.cache.windows.pair(pairs)
+    def _attach_copies(self, requests: Sequence[RunningRequest]) -> tuple[Copies, Copies, Copies]:
+        """Returns the copies of blocks, parts and states that requests continue in after the end of their prefixes."""
+        cached = [running.cached for running in requests if running.cached is not None]
+        tails = tuple(pair for one in cached if (pair := one.tail_copy))
+        return tails, tuple(self.cache.windows.pair(tails)), tuple(pair for one in cached if (pair := one.state_copy))
 
     def _work(self, kind: str, amount: float, weights: EngineWeights, size: Mapping[str, float]) -> Work:
         return Work(kind, amount, {'version': weights.version}, self._kinds.in_background, size)
@@ -323,6 +322,7 @@ class DecodeStream:
             if not count:
                 raise RuntimeError(f'{self._engine}: the backend has decoded nothing for {running.request_id}')
             matched, count = self._find_stop(running, output.tokens[row, :count])
+            past_end = count < counts[row]
             place = row, slice(count)
             tokens = output.tokens[place]
             if output.ended is not None and output.ended[row]:
@@ -330,7 +330,7 @@ class DecodeStream:
             running.extend(tokens, output.logprobs[place], version, cut(output.columns, place))
             if matched is not None:
                 running.matched = matched
-                self._scheduler.end(running)
+                self._scheduler.end(running, past_end=past_end)
                 running.finish('stop')
             elif len(running) >= running.limit:
                 self._scheduler.end(running)
@@ -368,7 +368,7 @@ def _read_context(backend: DecodeBackend, state: State, row: DecodeRow) -> Colum
     return backend.read_context(state, row.blocks, len(row.request.prompt_tokens))
 
 
-def _copy(
-    backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]], part_copies: Sequence[tuple[int, int]]
-) -> State:
-    return backend.copy(state, copies, part_copies) if copies or part_copies else state
+def _copy(backend: DecodeBackend, state: State, copies: Copies, part_copies: Copies, state_copies: Copies) -> State:
+    if copies or part_copies or state_copies:
+        return backend.copy(state, copies, part_copies, state_copies)
+    return state

@@ -13,6 +13,7 @@ from areal_jax.checkpoint.store import Follower
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.counting import UpdatePrice, data_metrics
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
+from areal_jax.rollout.state_pool import StateSizes
 from areal_jax.rollout.window_blocks import WindowSizes
 from areal_jax.telemetry import names
 from areal_jax.types import (
@@ -214,6 +215,7 @@ class CountBackend:
 
     records_context = False
     windows: WindowSizes | None = None
+    states: StateSizes | None = None
     sampling = SamplingSupport(vocab_size=2**31 - 1, cuts=True, adjusts=False, stop_tokens=4, biased_tokens=0)
 
     def __init__(
@@ -279,7 +281,13 @@ class CountBackend:
     def read_context(self, state: int, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
         return {}
 
-    def copy(self, state: int, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]] = ()) -> int:
+    def copy(
+        self,
+        state: int,
+        copies: Sequence[tuple[int, int]],
+        parts: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
+    ) -> int:
         return state
 
 

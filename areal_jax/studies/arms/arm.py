@@ -36,8 +36,8 @@ VARIES = (
 _IDLE = (
     *('run.clock', 'run.stall_timeout_s', 'run.compilation_', 'run.export', 'task.verifier', 'task.max_failed_groups'),
     *('rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.block_tokens'),
-    *('rollout.cache_tokens', 'rollout.prefill_buckets', 'rollout.attention', 'rollout.kv_policy'),
-    *('rollout.max_running_groups', 'buffer.', 'learner.packing', 'learner.fill', 'learner.row'),
+    *('rollout.cache_tokens', 'rollout.state_snapshots', 'rollout.prefill_buckets', 'rollout.attention'),
+    *('rollout.kv_policy', 'rollout.max_running_groups', 'buffer.', 'learner.packing', 'learner.fill', 'learner.row'),
     *('learner.tail_buckets', 'learner.accumulate', 'learner.layers', 'learner.remat', 'learner.attention'),
     *('cluster.', 'publication.channel', 'publication.directory', 'publication.verify', 'checkpoint.', 'evaluation.'),
     *('server.', 'telemetry.', 'virtual.'),

@@ -30,6 +30,7 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
 from tests.models import family_examples
 from tests.rollout.decode.plain_decoder import choose, next_logits
+from tests.toy_states import ToyStates
 from tests.toys import PRICES
 
 CONTEXT, STEPS, VOCABULARY = 48, 4, 300
@@ -107,6 +108,7 @@ class Recorder:
         """The next state is a new one."""
         shape = self.inner.cache_blocks + 1, self.inner.block_tokens
         self.versions, self.tokens = np.full(shape, UNKNOWN), np.full(shape, UNKNOWN)
+        self.held_states = ToyStates(self.inner.states)
         if self.inner.windows is not None:
             self.parts = np.full((self.inner.windows.blocks, self.inner.block_tokens, 2), UNKNOWN)
 
@@ -125,21 +127,24 @@ class Recorder:
             places = self._places(piece.blocks)
             assert all(self.versions[place] != UNKNOWN for place in places[: piece.start])
             self._check_parts(piece, places, piece.start)
+            self._move_state(piece.state, places[: piece.start], piece.tokens, prepared.version)
             self._write_parts(piece, piece.start, piece.tokens, prepared.version)
             self._write(places[piece.start : piece.span.stop], piece.tokens, prepared.version)
             self.occurred['prefill behind cached positions'] += piece.start > 0
         return self.inner.prefill(prepared.params, self._spoil(state), pieces)
 
-    def copy(self, state, copies, parts=()):
+    def copy(self, state, copies, parts=(), states=()):
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
         assert all(self.table.pool.count(block) == 1 for block in targets)
+        self.occurred['state copied'] += len(states)
         state = self._spoil(state, [source for source, _ in parts])
+        self.held_states.copy(states)
         for source, target in parts:
             self.parts[target] = self.parts[source]
         for array in (self.versions, self.tokens):
             array[targets] = array[sources]
         self.occurred['block copied'] += len(targets)
-        return self.inner.copy(state, copies, parts)
+        return self.inner.copy(state, copies, parts, states)
 
     def generate(self, prepared, state, rows, steps):
         state, output = self.inner.generate(prepared.params, self._spoil(state), rows, steps)
@@ -159,6 +164,7 @@ class Recorder:
             written = [*sequence, *(one.token for one in answer[len(answer) - count :])][row.position : -1]
             self._write(places[row.position : row.position + count], written, prepared.version)
             self._write_parts(row, row.position, written, prepared.version)
+            self._move_state(row.state, places[: row.position], written, prepared.version)
         return state, output
 
     def _places(self, blocks):
@@ -169,6 +175,13 @@ class Recorder:
         for place, token in zip(places, tokens, strict=True):
             assert self.table.pool.count(place[0]) == 1, f'block {place[0]} is written while it is shared'
             self.versions[place], self.tokens[place] = version, token
+
+    def _move_state(self, place, before, tokens, version):
+        """The recurrent state at `place` is behind the tokens at the places `before`; after the dispatch also these."""
+        self.held_states.begin(
+            place, [int(self.tokens[one]) for one in before], [int(self.versions[one]) for one in before]
+        )
+        self.held_states.advance(place, list(map(int, tokens)), version)
 
     def _check_parts(self, row, places, start):
         """The layers with a window have what the token at `start` sees, as the others do."""

@@ -20,9 +20,9 @@ class HostBackend:
     devices, state_bytes, records_context, largest_piece, slots = ('host',), 0, False, 16, 4
     sampling = SamplingSupport(vocab_size=300, cuts=True, adjusts=False, stop_tokens=4, biased_tokens=0)
 
-    def __init__(self, block_tokens, cache_blocks, windows):
+    def __init__(self, block_tokens, cache_blocks, windows, states=None):
         self.context_tokens, self.block_tokens, self.cache_blocks = CONTEXT, block_tokens, cache_blocks
-        self.windows = windows
+        self.windows, self.states = windows, states
 
     def prepare(self, weights):
         return weights
@@ -40,7 +40,7 @@ class HostBackend:
     def prefill(self, weights, state, pieces):
         return state
 
-    def copy(self, state, copies, parts=()):
+    def copy(self, state, copies, parts=(), states=()):
         return state
 
     def generate(self, weights, state, rows, steps):
@@ -61,15 +61,18 @@ class HostRecorder(Recorder):
         return state
 
 
-def run(seed, actions=50):
-    """A schedule with a window, blocks, a cache and a pool of a random size, this not smaller than it may be."""
+def run(seed, actions=50, states=None):
+    """A schedule with a window, blocks, a cache and a pool of a random size, this not smaller than it may be.
+
+    `states` are sizes: then there are recurrent layers too.
+    """
     rng = np.random.default_rng(seed)
     block, window = (int(rng.choice(sizes)) for sizes in ([1, 2, 3, 4], [1, 2, 5, 6, 9]))
     cache = int(rng.choice([56, 64, 96, 150])) // block
     sizes = {'slots': 4, 'cache_blocks': 10**6, 'block_tokens': block, 'steps': STEPS, 'piece_tokens': 16}
     kept = 2 * (-(-window // block) + 1)  # the part of the pool that no sequence needs
     parts = min(cache, size_windows(window, **sizes).blocks - int(rng.choice([0, kept, kept])))
-    recorder = HostRecorder(HostBackend(block, cache, WindowSizes(window, parts)))
+    recorder = HostRecorder(HostBackend(block, cache, WindowSizes(window, parts), states))
     policy = ('recompute', 'keep')[seed % 2]
     schedule = Schedule(seed, block_tokens=block, cache_tokens=cache, kv_policy=policy, recorder=recorder)
     assert_delivered(schedule.run(actions))
