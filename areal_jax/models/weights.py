@@ -26,8 +26,14 @@ from areal_jax.models.weight_rows import COMMON, FLOAT32_LEAVES, QWEN3_5, Init, 
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
-# 'query', 'key', ...
-TARGETS = tuple(dict.fromkeys(row.path.split('/')[-2] for row in (*COMMON, *QWEN3_5) if row.path.endswith('/weight')))
+
+def _projections(rows: Iterable[Weight]) -> tuple[str, ...]:
+    """'query', 'key', ...: the names of the projections among the rows."""
+    return tuple(dict.fromkeys(row.path.split('/')[-2] for row in rows if row.path.endswith('/weight')))
+
+
+TARGETS = _projections(COMMON)
+DELTA_TARGETS = tuple(name for name in _projections(QWEN3_5) if name not in TARGETS)  # only hybrids have them
 ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
 
 
@@ -42,8 +48,9 @@ class Lora:
     def __post_init__(self) -> None:
         COUNT.require('lora.rank', self.rank)
         require_allowed({'lora.alpha': self.alpha})
-        if not self.targets or set(self.targets) - set(TARGETS):
-            raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
+        known = (*TARGETS, *DELTA_TARGETS)
+        if not self.targets or set(self.targets) - set(known):
+            raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(known)} and nothing else')
 
     @property
     def scale(self) -> float:
@@ -212,7 +219,7 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
 
     With `lora`, a projection that it targets is followed by its adapters.
 
-    Raises ConfigError for adapters of experts.
+    Raises ConfigError for adapters of experts, and of projections that the model does not have.
     """
     sizes = letter_sizes(config)
     rows = rows_of(config)
@@ -221,6 +228,11 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
             raise ConfigError(
                 f'lora.targets={lora.targets} names {named[0]!r}, and experts have no adapters: name projections of '
                 'the attention alone'
+            )
+        if absent := [name for name in lora.targets if name not in _projections(rows)]:
+            raise ConfigError(
+                f'lora.targets={lora.targets} names {absent[0]!r}, which no layer of this {config.family} model has: '
+                'remove it'
             )
         sizes['r'] = lora.rank
         rows = list(_with_adapters(rows, lora.targets))
@@ -290,8 +302,8 @@ def _with_adapters(rows: Iterable[Weight], targets: tuple[str, ...] | None = Non
         if leaf == 'weight' and (targets is None or name in targets):
             parent, (fan_in, fan_out) = row.path.removesuffix('weight'), row.shape.split()
             a, b = (f'{parent}{name}' for name in ADAPTERS)
-            yield Weight(a, f'{fan_in} r', 'embed rank', Init.MATRIX)
-            yield Weight(b, f'r {fan_out}', 'rank embed', Init.ZEROS)
+            yield Weight(a, f'{fan_in} r', 'embed rank', Init.MATRIX, layers=row.layers)
+            yield Weight(b, f'r {fan_out}', 'rank embed', Init.ZEROS, layers=row.layers)
 
 
 # Drawing of initial weights, from the table of weights.

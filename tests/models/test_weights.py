@@ -17,12 +17,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.models import weight_rows
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import FAMILIES, Experts, Family, ModelConfig
+from areal_jax.models.families import DELTA, FAMILIES, DeltaNet, Experts, Family, LayerKind, ModelConfig
 from areal_jax.models.weight_rows import COMMON, Init
 from areal_jax.models.weights import (
+    DELTA_TARGETS,
     TARGETS,
     Lora,
     attach_adapters,
@@ -156,6 +158,27 @@ def test_adapters_follow_their_projections():
     assert (a.axes, b.axes) == (('embed', 'rank'), ('rank', 'embed'))
     assert (a.init, b.init, a.hf_name, b.hf_name) == (Init.MATRIX, Init.ZEROS, None, None)
     assert TARGETS == ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
+    assert DELTA_TARGETS == ('output_gate', 'beta', 'decay')
+
+
+def test_adapters_of_a_hybrid_are_those_of_attention_and_of_delta_nets():
+    config = ModelConfig(
+        vocab_size=29, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0,
+        family='qwen3_5_text', kinds=(DELTA, LayerKind()), delta=DeltaNet(2, 4, 3, 5),
+        **FAMILIES['qwen3_5_text'].switches,
+    )  # fmt: skip
+    table = weight_table(config, Lora(2, 4.0, ('query', 'output_gate', 'beta')))
+    adapted = {path.rpartition('/')[0] for path in table if is_adapter(path)}
+    of_delta = {f'layers/*/delta/{name}' for name in ('query', 'output_gate', 'beta')}
+    assert adapted == of_delta | {f'layers/*/attention/{name}' for name in ('query', 'output_gate')}
+    assert table['layers/*/delta/beta/lora_b'].shape == (2, 4)
+    assert table['layers/*/delta/beta/lora_b'].layers == (0,)
+
+
+def test_adapters_of_projections_that_a_model_lacks_are_refused():
+    said = r"lora\.targets=\('query', 'beta'\) names 'beta', which no layer of this llama model has: remove it"
+    with pytest.raises(ConfigError, match=said):
+        weight_table(LLAMA, Lora(2, 4.0, ('query', 'beta')))
 
 
 def test_leaves_by_path():
