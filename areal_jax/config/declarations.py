@@ -59,7 +59,7 @@ from areal_jax.config.xla_flags import FlagsText
 # The section `model` of the config, and the rules of its fields.
 
 
-EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss')  # of random models
+EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text', 'qwen3_next')  # of random models
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
@@ -78,9 +78,10 @@ MODEL_FIELDS: dict[str, Field] = {
     'characters': Text('', "random: one token each; '' = those of the task token_reversal"),
     'family': Choice(
         'llama',
-        ('llama', 'qwen2', 'qwen3', 'olmo3', 'smollm3', 'gemma3_text', *EXPERT_FAMILIES, 'plain'),
+        ('llama', 'qwen2', 'qwen3', 'olmo3', 'smollm3', 'gemma3_text', 'qwen3_5_text', *EXPERT_FAMILIES, 'plain'),
         'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k; plain = learned positions, ReLU, no final norm; '
-        'with experts: docs/moe.md; windows have a quarter of the longest sequence',
+        'with experts: docs/moe.md; windows have a quarter of the longest sequence; '
+        'delta nets have the heads of attention',
     ),
     'outputs': Choice('all', ('all', 'symbols'), 'plain: tokens of an answer; symbols = token_reversal'),
     'n_layers': Integer(2, COUNT, 'random: layers of the decoder'),

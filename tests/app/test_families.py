@@ -18,11 +18,15 @@ FAMILIES = {
     'smollm3': {'model__n_layers': 4},
     'gemma3_text': {'model__n_layers': 6},
     'gpt_oss': {'model__n_layers': 2, 'model__experts': 4, 'model__d_expert': 32},
+    'qwen3_5_text': {'model__n_layers': 4},
+    'qwen3_5_moe_text': {'model__n_layers': 4, 'model__experts': 4, 'model__d_expert': 32},
+    'qwen3_next': {'model__n_layers': 4, 'model__experts': 4, 'model__d_expert': 32},
 }
 # recorded routes of a prompt are those of the version that read it first: tokens of a later one are computed otherwise
 REPLAY = {'gpt_oss': {'rollout__record_routes': True, 'learner__routes': 'replay'}}
 EACH = pytest.mark.parametrize(
-    'family', [pytest.param(name, marks=[] if name == 'smollm3' else [pytest.mark.slow]) for name in FAMILIES]
+    'family',
+    [pytest.param(name, marks=[] if name in ('smollm3', 'qwen3_5_text') else [pytest.mark.slow]) for name in FAMILIES],
 )
 
 

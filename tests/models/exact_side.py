@@ -1,8 +1,11 @@
 """Prints how far the decoder's logits are from those of transformers, both in float64: run by test_parity.
 
     JAX_ENABLE_X64=1 python -m tests.models.exact_side [NAME...]
+    JAX_ENABLE_X64=1 python -m tests.models.exact_side --packed
 
 The decoder computes in jnp.float32, which is float64 in this process. One JSON object: the largest difference by name.
+With --packed, by hybrid family: answers that share their prompt against answers behind their own prompts, the largest
+difference of log-probs and that of a leaf of the gradient, of its norm.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ jnp.float32 = jnp.float64
 from areal_jax.formats.hf_directory import load_hf  # noqa: E402
 from areal_jax.models.attention.flash import RowIds, Setting, attend_dense  # noqa: E402
 from areal_jax.models.decoder import Decoder  # noqa: E402
+from areal_jax.models.delta_rule import DeltaInputs, run_rows  # noqa: E402
 from tests.models import parity  # noqa: E402
+
+NAMES = (*parity.EXACT, *parity.HYBRIDS)
+CHUNK = 8  # tokens: a text has several chunks, the last one in part
+
+
+def row_of(inputs: DeltaInputs) -> DeltaInputs:
+    return DeltaInputs(*(x[None] for x in inputs[:5]), inputs.taps)
 
 
 def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
@@ -39,7 +50,8 @@ def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
             setting = Setting(q.shape[-1] ** -0.5, window)
             return attend_dense(q[None], k[None], v[None], ids, setting, sinks)[0], entry
 
-        return decoder.logits(params, decoder.hidden(params, tokens, positions, attend)[0])
+        recur = lambda inputs, entry: (run_rows(row_of(inputs), ones[None], ones[None], CHUNK)[0], entry)
+        return decoder.logits(params, decoder.hidden(params, tokens, positions, attend, recur=recur)[0])
 
     errors = []
     for number, text in enumerate(parity.texts(name)):
@@ -49,10 +61,37 @@ def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
     return float(max(errors))
 
 
+def packed_differences(name: str) -> tuple[float, float]:
+    """(of log-probs, of a leaf of the gradient) of a tiny model of family_examples."""
+    from areal_jax.learning import forward
+    from tests.learning import test_families as packed
+
+    def attend(q, k, v, segments, parents, *, scale, impl, positions, window, first, sinks):
+        ids = RowIds(segments, parents, positions, first)
+        return attend_dense(q, k, v, ids, Setting(scale, window), sinks)
+
+    forward.packed_rows_attention = attend  # whose backends refuse float64
+    config = packed.CONFIGS[name]
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), packed.draw(config))
+    weights = np.random.default_rng(1).normal(size=sum(packed.ANSWERS))
+    run = packed.compiled(config, 'dense')
+    (_, found), gradient = run(params, packed.shared_row(), weights[None])
+    (_, apart), expected = run(params, packed.rows_apart(), packed.by_answer(weights))
+    assert found.dtype == np.float64
+    error = lambda one, other: float(np.linalg.norm(one - other) / np.linalg.norm(other))
+    of_leaves = jax.tree.leaves(jax.tree.map(error, gradient, expected))
+    return float(np.abs(found[0] - packed.of_answers(apart)).max()), max(of_leaves)
+
+
 def main() -> None:
+    if sys.argv[1:] == ['--packed']:
+        from tests.models.family_examples import HYBRIDS
+
+        print(json.dumps({name: packed_differences(name) for name in HYBRIDS}))
+        return
     with np.load(parity.RECORDED) as file:
         recorded = dict(file)
-    print(json.dumps({name: largest_difference(name, recorded) for name in sys.argv[1:] or parity.EXACT}))
+    print(json.dumps({name: largest_difference(name, recorded) for name in sys.argv[1:] or NAMES}))
 
 
 if __name__ == '__main__':

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.delta_rule import empty_states, run_steps
 from areal_jax.models.families import (
+    DELTA,
     FAMILIES,
     ClampedSwiglu,
+    DeltaNet,
     Experts,
     LayerKind,
     LinearScaling,
@@ -59,7 +62,25 @@ CONFIGS = {
         d_ff=12,
         experts=Experts(6, 2, 12, swiglu=ClampedSwiglu(1.5, 1.702)),
     ),
+    'qwen3_5': tiny('qwen3_5_text', kinds=(DELTA, FULL, DELTA), delta=DeltaNet(2, 4, 8, 6), rotary_dim=4),
+    'qwen3_5_moe': tiny(
+        'qwen3_5_moe_text',
+        kinds=(DELTA, DELTA, FULL),
+        delta=DeltaNet(2, 2, 6, 8),
+        rotary_dim=2,
+        d_ff=12,
+        experts=Experts(6, 2, 12, d_shared=10),
+    ),
+    'qwen3_next': tiny(
+        'qwen3_next',
+        kinds=(DELTA, FULL, DELTA),
+        delta=DeltaNet(2, 4, 4, 8),
+        rotary_dim=4,
+        tie_embeddings=False,
+        experts=Experts(6, 3, 12, normalised=False, dense_layers=(1,), d_shared=8),
+    ),
 }
+HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)
 NAMES = tuple(CONFIGS)
 
 
@@ -91,7 +112,12 @@ class TokenByToken:
             kept += 1
         known, logits = [*self.known[:kept]], None
         c = self.decoder.config
-        empty = tuple((jnp.zeros((self.tokens, c.n_kv_heads, c.head_dim)),) * 2 for _ in range(c.n_layers))
+        empty = tuple(
+            empty_states(1, c.delta, jnp.float32)
+            if c.mixer(layer) == 'delta'
+            else (jnp.zeros((self.tokens, c.n_kv_heads, c.head_dim)),) * 2
+            for layer in range(c.n_layers)
+        )
         for position, (token, version) in enumerate(steps[kept:], start=kept):
             cache = known[-1][1] if known else empty
             params = weights[version]
@@ -115,5 +141,6 @@ def _step(decoder, params, token, position, cache):
         weights = jax.nn.softmax(scores, axis=-1)[:, : len(keys)]
         return jnp.einsum('hs,shd->hd', weights, jnp.repeat(values, groups, axis=1))[None], (keys, values)
 
-    hidden, cache = decoder.hidden(params, token[None], position[None], attend, cache)
+    recur = lambda inputs, entry: run_steps(inputs, entry, jnp.zeros(1, jnp.int32), position[None] == 0)
+    hidden, cache = decoder.hidden(params, token[None], position[None], attend, cache, recur=recur)
     return decoder.logits(params, hidden)[0], cache

@@ -18,6 +18,7 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.delta_rule import DeltaInputs, run_rows
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
@@ -31,10 +32,11 @@ DECODED = [
     pytest.param(
         name,
         marks=[]
-        if name in ('llama3', 'qwen3_window', 'qwen3_moe_mixed', 'smollm3', 'gemma3_capped', 'gpt_oss')
+        if name
+        in ('llama3', 'qwen3_window', 'qwen3_moe_mixed', 'smollm3', 'gemma3_capped', 'gpt_oss', 'qwen3_5', 'qwen3_next')
         else [pytest.mark.slow],
     )
-    for name in parity.CONFIGS
+    for name in parity.ALL
 ]
 STACKED = [
     pytest.param(name, 'stacked', marks=[] if name in ('qwen3_window', 'qwen3_moe') else [pytest.mark.slow])
@@ -71,7 +73,11 @@ def row_logits(name, layers):
             )
             return out, entry
 
-        return decoder.logits(params, decoder.hidden(params, tokens, positions, attend)[0])
+        def recur(inputs, entry):
+            row = DeltaInputs(*(x[None] for x in inputs[:5]), inputs.taps)
+            return run_rows(row, segments[None], segments[None])[0], entry
+
+        return decoder.logits(params, decoder.hidden(params, tokens, positions, attend, recur=recur)[0])
 
     return run
 
@@ -90,7 +96,7 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
-@pytest.mark.parametrize(('name', 'layers'), [*((name, 'list') for name in parity.CONFIGS), *STACKED])
+@pytest.mark.parametrize(('name', 'layers'), [*((name, 'list') for name in parity.ALL), *STACKED])
 def test_logits_are_those_of_transformers(name, layers):
     texts = parity.texts(name)
     expected = [recorded()[f'{name}/{number}/logits'] for number in range(len(texts))]
@@ -121,7 +127,7 @@ def test_in_float64_logits_are_those_of_transformers_to_the_last_digits():
     )
     assert found.returncode == 0, found.stderr
     errors = json.loads(found.stdout)
-    assert errors.keys() == set(parity.EXACT)
+    assert errors.keys() == {*parity.EXACT, *parity.HYBRIDS}
     assert max(errors.values()) <= 1e-11, errors
 
 
@@ -162,7 +168,7 @@ def test_the_checkpoints_exercise_the_options():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', parity.CONFIGS)
+@pytest.mark.parametrize('name', parity.ALL)
 def test_an_export_is_what_transformers_runs(tmp_path, name):
     pytest.importorskip('torch')
     pytest.importorskip('transformers')

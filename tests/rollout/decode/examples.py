@@ -59,6 +59,7 @@ class Sequence:
     logprobs: list = dataclasses.field(default_factory=list)
     sampling_logprobs: list = dataclasses.field(default_factory=list)
     live: bool = True
+    state: int = 0  # the place of its state, in models with delta nets
 
     @property
     def limit(self):
@@ -69,7 +70,10 @@ class Sequence:
         return self.tokens[len(self.request.prompt_tokens) :]
 
     def row(self):
-        return DecodeRow(self.request, self.tokens[-1], len(self.tokens) - 1, self.limit, self.blocks, self.tokens)
+        position = len(self.tokens) - 1
+        return DecodeRow(
+            self.request, self.tokens[-1], position, self.limit, self.blocks, self.tokens, state=self.state
+        )
 
 
 class Decoding:
@@ -79,6 +83,7 @@ class Decoding:
         self.backend, self.params = backend, backend.prepare(weights() if params is None else params)
         self.state = backend.initial_state()
         self.free = list(range(backend.cache_blocks))
+        self.places = list(range(backend.states.places)) if backend.states else []
         self.sequences = {}
 
     def start(self, requests):
@@ -86,7 +91,8 @@ class Decoding:
         for name, wanted in requests.items():
             needed = len(wanted.prompt_tokens) + wanted.sampling.max_new_tokens - 1
             blocks = [self.free.pop() for _ in range(-(-needed // self.backend.block_tokens))]
-            self.sequences[name] = Sequence(wanted, [*map(int, wanted.prompt_tokens)], blocks)
+            state = self.places.pop() if self.places else 0
+            self.sequences[name] = Sequence(wanted, [*map(int, wanted.prompt_tokens)], blocks, state=state)
         self.rebuild(*requests)
 
     def rebuild(self, *names):
@@ -95,7 +101,8 @@ class Decoding:
         for name in names:
             tokens = np.array(self.sequences[name].tokens[:-1], np.int32)
             if len(tokens):
-                pieces.append(PrefillPiece(tokens, 0, self.sequences[name].blocks))
+                sequence = self.sequences[name]
+                pieces.append(PrefillPiece(tokens, 0, sequence.blocks, state=sequence.state))
         while pieces:  # as many as fit at once
             count = next(
                 n for n in range(len(pieces), 0, -1) if self.backend.prefill_bucket([p.span for p in pieces[:n]])
@@ -104,7 +111,9 @@ class Decoding:
             pieces = pieces[count:]
 
     def cancel(self, name):
-        self.free += self.sequences.pop(name).blocks
+        sequence = self.sequences.pop(name)
+        self.free += sequence.blocks
+        self.places += [sequence.state] if self.backend.states else []
 
     def decode(self, steps, order=None):
         """One dispatch of the live sequences, in the order of their names in `order`; None = as they were started."""
