@@ -258,8 +258,13 @@ def test_bfloat16_keeps_states_and_decays_in_float32():
     requests = {sample: ask(sample, prompt=PROMPT[:20], new=44) for sample in range(4)}
     decoding.start(requests)
     decoding.finish(4)
-    errors = [np.abs(decoding.logprobs(name) - learner_logprobs(decoding.tokens(name), 20, half)) for name in requests]
-    assert np.mean(errors) <= 5e-3
+    single, differences, rounding = jax.tree.map(lambda leaf: leaf.astype('float32'), half), [], []
+    for name in requests:
+        expected, exact = (learner_logprobs(decoding.tokens(name), 20, params) for params in (half, single))
+        differences.append(np.abs(decoding.logprobs(name) - expected))
+        rounding.append(np.abs(expected - exact))
+    assert np.mean(differences) <= 1e-2
+    assert np.mean(differences) < np.mean(rounding)  # less than bfloat16 changes the learner's own numbers
     assert decoding.state.layers[0].rule.dtype == 'float32'
     wrong = jax.tree.map(lambda leaf: leaf.astype('bfloat16'), half)
     with pytest.raises(ValueError, match=r'log_rate.* float32 in every copy of the weights: do not cast it'):

@@ -40,7 +40,7 @@ CONFIG = ModelConfig(
 )
 DECODER = Decoder(CONFIG)
 TIE, LOGPROB_ERROR = 1e-4, 1e-5
-DELTA_ERROR = 1e-4  # where the other side computes in float32 too: a delta net multiplies rounding, see assert_near
+DELTA_ERROR = 5e-4  # where the other side computes in float32 too: a delta net multiplies rounding, see assert_near
 FLOAT32_ERROR = 2e-5  # where the other side computes in float32 too, and of many more tokens
 UNKNOWN = -1  # version of a position that nothing was written to
 
@@ -224,7 +224,7 @@ class Recorder:
         """The places of states that nothing holds and that keep nothing, then the padding's; int32 [places + 1]."""
         if self.inner.states is None:
             return None
-        free = sorted({*self.table.states._free} - {*copied})
+        free = sorted(self.table.states.empty - {*copied})
         for place in free:
             self.held_states.places[place] = [UNKNOWN], [UNKNOWN]
         return np.array([*free, *[self.inner.states.padding] * (self.inner.states.places + 1 - len(free))], np.int32)
