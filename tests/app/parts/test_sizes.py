@@ -83,7 +83,7 @@ def test_an_engine_that_cuts_its_experts_holds_a_part_of_them_and_the_whole_cach
     assert one.engines['publication'] - two.engines['publication'] == 2 * 4 * saved  # two versions of float32
 
 
-@pytest.mark.parametrize('fields', [{}, {'publication__dtype': 'bfloat16', 'rollout__state_snapshots': 3}])
+@pytest.mark.parametrize('fields', [{}, {'publication__dtype': 'bfloat16', 'rollout__state_snapshots': 7}])
 @pytest.mark.parametrize('tensor', [1, 2])
 def test_the_cache_of_an_engine_of_a_hybrid_is_that_of_its_states_and_blocks(tensor, fields):
     heads = {'model__n_layers': 4, 'model__n_heads': 4, 'model__n_kv_heads': 2}
