@@ -34,14 +34,14 @@ def families_of(configs):
 
 
 def table() -> str:
-    read = families_of(FORMS.values()) | families_of(parity.CONFIGS.values())
+    read = families_of(FORMS.values()) | families_of(parity.ALL.values())
     in_learner = {config.family for config in family_examples.CONFIGS.values()}
     tested = {
         'read': read,
         'train': in_learner & set(runs.FAMILIES),
         'decode': families_of(parity.CONFIGS.values()),
         'serve': set(runs.FAMILIES),
-        'export': families_of(parity.CONFIGS.values()),
+        'export': families_of(parity.ALL.values()),
         'replay': set(runs.FAMILIES),
         'real weights': set(),
     }
