@@ -140,7 +140,7 @@ def test_all_snapshots_are_forgotten_at_once():
     pool.check([], [])
 
 
-@pytest.mark.parametrize('fault', ['lost', 'twice', 'not spared', 'name'])
+@pytest.mark.parametrize('fault', ['lost', 'twice', 'without', 'not spared', 'name'])
 def test_a_check_finds_a_lost_place_and_one_of_two_holders(fault):
     pool, holders, spared = pool_of(4), [Holder(), Holder()], Holder()
     for one in (*holders, spared):
@@ -152,6 +152,8 @@ def test_a_check_finds_a_lost_place_and_one_of_two_holders(fault):
         holders[0].state = None
     elif fault == 'twice':
         holders[0].state = holders[1].state
+    elif fault == 'without':
+        pool.release(holders[0])
     elif fault == 'not spared':
         pool.need(spared)
     else:
