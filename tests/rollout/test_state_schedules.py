@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.cache_table import CacheTable
+from areal_jax.rollout.scheduler import MOST_PREFILLED, DecodeStep
 from areal_jax.rollout.state_pool import StatePool, size_states
 from areal_jax.types import Segment
 from tests.rollout.decode.test_window_schedules import run as run_host_schedule
@@ -166,6 +167,33 @@ async def test_an_answer_that_another_engine_began_builds_its_state(rig):
     one = rig.engine.generate(request(0, prompt=(1,), prefix=begun, sampling=of_length(12)))
     (segment,) = await collect(one)
     assert (len(segment.tokens), prefilled(rig)) == (5, [7])
+    check(rig)
+
+
+@scripted(make_rig, slots=3, largest_piece=8)
+async def test_a_turn_that_enters_before_a_dispatch_of_decoding_has_its_copy_made_there(rig):
+    first = rig.engine.generate(request(0, prompt=range(1, 10), sampling=of_length(6)))
+    await collect(first)
+    stream, sent, steps = rig.engine.stream, [], []
+    turn = request(1, prompt=[*first.tokens.tolist(), 50, 51], sampling=of_length(2))
+    next_step = stream.next_step
+
+    def watched(**options):
+        if stream._scheduler._prefilled >= MOST_PREFILLED * 8 and not sent:  # so that decoding is next
+            sent.append(rig.engine.generate(turn))
+        steps.append(next_step(**options))
+        return steps[-1]
+
+    others = [rig.engine.generate(request(2, draw=1, prompt=(1, 2), sampling=of_length(30)))]
+    await rig.pass_time(0.05)
+    stream.next_step = watched
+    others.append(rig.engine.generate(request(3, draw=2, prompt=range(8, 53), sampling=of_length(2))))
+    await rig.pass_time(0.5)
+    stream.next_step = next_step
+    for one in (*others, *sent):
+        await collect(one)
+    assert [one.cached_tokens for one in sent] == [14]
+    assert [isinstance(one, DecodeStep) for one in steps if one is not None and one.state_copies] == [True]
     check(rig)
 
 
