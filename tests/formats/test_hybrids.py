@@ -266,7 +266,7 @@ def test_an_export_is_what_transformers_has(tmp_path, name):
 
 @pytest.mark.parametrize('name', family_examples.HYBRIDS)
 def test_drawn_weights_of_a_hybrid_come_back_from_their_directory(tmp_path, name):
-    config = family_examples.HYBRIDS[name]
+    config = family_examples.CONFIGS[name]
     params = family_examples.draw(config)
     export_hf(tmp_path / 'model', params, config, dtype='float32')
     found_config, found = load_hf(tmp_path / 'model')

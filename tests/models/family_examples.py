@@ -82,19 +82,6 @@ CONFIGS = {
 }
 HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)
 NAMES = tuple(CONFIGS)
-# with gated delta nets, two value heads for each key head
-_DELTA = {
-    'kinds': (DELTA, FULL, DELTA), 'delta': DeltaNet(2, 4, 6, 10), 'rotary_dim': 2, 'rms_eps': 1e-6,
-}  # fmt: skip
-HYBRIDS = {
-    'qwen3_5': tiny('qwen3_5_text', **_DELTA),
-    'qwen3_5_moe': tiny(
-        'qwen3_5_moe_text', **_DELTA | {'d_ff': 12}, experts=Experts(6, 2, 12, d_shared=10), tie_embeddings=False
-    ),
-    'qwen3_next': tiny(
-        'qwen3_next', **_DELTA, experts=Experts(6, 2, 12, dense_layers=(1,), d_shared=10), tie_embeddings=False
-    ),
-}
 
 
 def draw(config: ModelConfig, seed: int = 0, scale: float = 1.5) -> dict:
