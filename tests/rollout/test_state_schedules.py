@@ -2,12 +2,13 @@
 
 import collections
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from areal_jax.rollout.cache_table import CacheTable
-from areal_jax.rollout.scheduler import MOST_PREFILLED, DecodeStep
+from areal_jax.rollout.scheduler import MOST_PREFILLED, DecodeStep, PrefillStep
 from areal_jax.rollout.state_pool import StatePool, size_states
 from areal_jax.types import Segment
 from tests.rollout.decode.test_window_schedules import run as run_host_schedule
@@ -179,7 +180,8 @@ async def test_a_turn_that_enters_before_a_dispatch_of_decoding_has_its_copy_mad
     next_step = stream.next_step
 
     def watched(**options):
-        if stream._scheduler._prefilled >= MOST_PREFILLED * 8 and not sent:  # so that decoding is next
+        prefills = itertools.takewhile(lambda step: isinstance(step, PrefillStep), reversed(steps))
+        if sum(step.bucket.tokens for step in prefills) >= MOST_PREFILLED * 8 and not sent:  # decoding is next
             sent.append(rig.engine.generate(turn))
         steps.append(next_step(**options))
         return steps[-1]
@@ -230,7 +232,7 @@ class Schedule:
     def _watch(self):
         """Checks the places after every dispatch, and counts what prompts find."""
         stream, engine = self.rig.engine.stream, self.rig
-        inner, place, keep = stream.run, stream.cache.place, stream.cache._keep
+        inner, place, close = stream.run, stream.cache.place, stream.cache.close
 
         async def run(step, weights):
             await inner(step, weights)
@@ -245,11 +247,11 @@ class Schedule:
                 self.occurred['part of a prompt found'] += 0 < prefix.filled < len(prefix.tokens)
             return placed
 
-        def counted_keep(running, past_end):
+        def counted_close(running, *, keep=False, past_end=False):
             self.occurred['past its end'] += past_end
-            keep(running, past_end)
+            close(running, keep=keep, past_end=past_end)
 
-        stream.run, stream.cache.place, stream.cache._keep = run, counted, counted_keep
+        stream.run, stream.cache.place, stream.cache.close = run, counted, counted_close
 
     def run(self):
         self.rig.run(lambda rig: self._act())
@@ -346,8 +348,9 @@ def evict_needed(monkeypatch):
 
 
 def ignore_past_end(monkeypatch):
-    keep = CacheTable._keep
-    monkeypatch.setattr(CacheTable, '_keep', lambda self, running, past_end: keep(self, running, False))
+    close = CacheTable.close
+    without = lambda self, running, *, keep=False, past_end=False: close(self, running, keep=keep)
+    monkeypatch.setattr(CacheTable, 'close', without)
 
 
 def find_too_much(monkeypatch):
