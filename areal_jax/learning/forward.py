@@ -28,7 +28,7 @@ from areal_jax.learning.objective.objective import (
 )
 from areal_jax.models.attention.backends import packed_rows_attention
 from areal_jax.models.decoder import Attend, Decoder
-from areal_jax.models.delta_rule import DeltaInputs, DeltaState, Projected, Recur, run_rows
+from areal_jax.models.delta_rule import DeltaInputs, Recur, run_rows, specs_of
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
@@ -243,14 +243,13 @@ def _recur(rows: Rows, stream: Stream) -> Recur:
     """`recur` of Decoder.hidden. On a mesh, each device computes the rule of its rows and heads."""
     places = rows['segment_ids'], rows['parent_ids']
 
-    def recur(inputs: DeltaInputs, entry: DeltaState | None) -> tuple[jax.Array, DeltaState | None]:
+    def recur(inputs: DeltaInputs, entry: Tree) -> tuple[jax.Array, Tree]:
         run, mesh = run_rows, stream.mesh
         if mesh is not None:
-            heads, of_taps = PartitionSpec(ROW_AXES, None, 'tensor'), PartitionSpec('tensor')
-            specs = DeltaInputs(*(heads,) * 5, Projected(*(of_taps,) * 3))
-            in_specs = specs, PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES)
+            heads, rows_only = PartitionSpec(ROW_AXES, None, 'tensor'), PartitionSpec(ROW_AXES)
+            in_specs = specs_of(heads, PartitionSpec('tensor')), rows_only, rows_only
             run = jax.shard_map(run_rows, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
-        out = run(DeltaInputs(*map(stream.unflatten, inputs[:5]), inputs.taps), *places)
+        out = run(inputs.map_tokens(stream.unflatten), *places)
         return stream.flatten(out), entry
 
     return recur

@@ -50,7 +50,7 @@ def inputs(slow=False):
 
 
 def pick(given, index):
-    return DeltaInputs(*(jnp.asarray(x)[index] for x in given[:5]), given.taps)
+    return given.map_tokens(lambda x: jnp.asarray(x)[index])
 
 
 def by_steps(given):
@@ -75,7 +75,7 @@ def apart(given):
 
 
 def packed(given, chunk=CHUNK, segments=SEGMENT_IDS, parents=PARENT_IDS):
-    row = DeltaInputs(*(jnp.asarray(x)[None] for x in given[:5]), given.taps)
+    row = given.map_tokens(lambda x: jnp.asarray(x)[None])
     return run_rows(row, jnp.asarray(segments)[None], jnp.asarray(parents)[None], chunk)[0]
 
 
