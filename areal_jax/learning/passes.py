@@ -182,6 +182,13 @@ class Passes:
         scalars = self._scalars(denominator, version, first=True, follows=follows)
         return self._layout.join_logprobs(self._run_each('logprobs', weights, frozen, rows, scalars))
 
+    def compare_rule(self, state: LearnerState, batch: PackedBatch, version: int) -> np.ndarray:
+        """Log-probs float32 [M, R, N] of the trained weights, with the rule of delta nets token by token."""
+        rows, denominator = training_rows(batch, self._settings.objective)
+        scalars = self._scalars(denominator, version, first=True)
+        weights, frozen = policy_leaves(self.working(state)), policy_leaves(state.frozen)
+        return self._layout.join_logprobs(self._run_each('single_tokens', weights, frozen, rows, scalars))
+
     def _run_each(
         self, name: str, weights: Tree, frozen: Tree, rows: Mapping[str, np.ndarray], scalars: Scalars
     ) -> list[Any]:
@@ -270,6 +277,8 @@ class Passes:
                 yield 'logprobs', (*policy, one, scalars)
             if COLLISION in objective.reads:
                 yield 'collisions', (*policy, one, scalars)
+            if settings.diagnostics.delta_rule:
+                yield 'single_tokens', (*policy, one, scalars)
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
@@ -413,6 +422,8 @@ class Trained:
     results: list[StepResult]  # step i is on minibatch i % minibatches
     known: list[KnownTokens]  # per minibatch, as the steps after the first used them
     batches: Sequence[PackedBatch]  # with the advantages that were trained
+    # log-probs of the first minibatch before the update, by the rule token by token; None = not measured
+    single_tokens: np.ndarray | None = None
 
     def steps_applied(self) -> list[bool]:
         """Per step, whether it changed the weights: it does not if the gradient is not finite or a brake skips it."""
@@ -459,6 +470,8 @@ def train(
     known = _known_tokens(passes, state, settings, batches, version, teacher)
     batches, known = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
     prompts = number_prompts(groups)
+    measures_rule = settings.diagnostics.delta_rule and len(batches) > 0
+    single_tokens = passes.compare_rule(state, batches[0], version) if measures_rule else None
     results: list[StepResult] = []
     for number in range(settings.learner.epochs * len(batches)):
         index, first = number % len(batches), number == 0
@@ -470,7 +483,7 @@ def train(
         results.append(result._replace(prepared=prepared, lag=lag, factor=factor))
         if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = dataclasses.replace(known[0], proximal=first_logprobs(results, batches))
-    return Trained(results, known, batches)
+    return Trained(results, known, batches, single_tokens)
 
 
 def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:

@@ -38,6 +38,7 @@ from areal_jax.learning.weights import VALUE_HEAD, Params, export_weights, scale
 from areal_jax.models.attention.backends import jax_settings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
+from areal_jax.models.families import CHUNK
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.models.weights import leaf_dtype
 from areal_jax.sharding.placement import place
@@ -119,6 +120,16 @@ class Programs:
             return self._forward(*args)[0]
 
         return jax.jit(logprobs, out_shardings=replicated(self.mesh))
+
+    def single_tokens(self) -> jax.stages.Wrapped:
+        """`logprobs`, with the rule of delta nets token by token."""
+
+        def single_tokens(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> jax.Array:
+            weights = trees.join(working, frozen)
+            states, _ = self._policy_states(weights, rows, scalars, chunk=1)
+            return self._score_targets(weights, states, rows, scalars)[0]
+
+        return jax.jit(single_tokens, out_shardings=replicated(self.mesh))
 
     def collisions(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> (log-probs, log Σ π²), [R, N] each."""
@@ -254,10 +265,13 @@ class Programs:
             return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values, routes)
         return _Scored(states, *self._score_targets(weights, states, rows, scalars), values, routes)
 
-    def _policy_states(self, weights: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, SeenRoutes | None]:
+    def _policy_states(
+        self, weights: Tree, rows: Rows, scalars: Scalars, chunk: int = CHUNK
+    ) -> tuple[jax.Array, SeenRoutes | None]:
         return predicting_states(
-            self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(FOLLOWS)
-        )
+            self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(FOLLOWS),
+            chunk=chunk,
+        )  # fmt: skip
 
     def _score_targets(
         self,
