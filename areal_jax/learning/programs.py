@@ -101,6 +101,10 @@ class Programs:
         learner = self.settings.learner
         return self.on_accelerator and learner.accumulate == 'dispatch' and learner.dtype != 'float32'
 
+    @property
+    def _stepping(self) -> Optimizer:
+        return dataclasses.replace(self.optimizer, selects=True) if self.on_accelerator else self.optimizer
+
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in new buffers."""
         return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.params)
@@ -195,13 +199,13 @@ class Programs:
     def apply(self) -> jax.stages.Wrapped:
         """(params, state, sum of gradients, learning rate) -> (params, state, step metrics)."""
         shardings = (self.params, self.state, replicated(self.mesh))
-        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
+        return jax.jit(self._stepping.apply, donate_argnums=(0, 1), out_shardings=shardings)
 
     def apply_only(self) -> jax.stages.Wrapped:
         """`apply` for the gradients of the only micro-batch."""
 
         def apply(params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array) -> tuple[Tree, Tree, _Metrics]:
-            return self.optimizer.apply(params, state, self._unscale(gradients), learning_rate)
+            return self._stepping.apply(params, state, self._unscale(gradients), learning_rate)
 
         return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(self.params, self.state, replicated(self.mesh)))
 
@@ -217,7 +221,7 @@ class Programs:
         def apply(
             params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array
         ) -> tuple[Tree, Tree, _Metrics, Tree]:
-            params, state, metrics = self.optimizer.apply(params, state, unscale(gradients), learning_rate)
+            params, state, metrics = self._stepping.apply(params, state, unscale(gradients), learning_rate)
             return params, state, metrics, trees.cast(params, self.settings.learner.dtype)
 
         shardings = (self.params, self.state, replicated(self.mesh), self.params)
@@ -239,7 +243,7 @@ class Programs:
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             learning_rate, braked = self._brake(learning_rate, rows, logprobs)
-            params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
+            params_after, state, step_metrics = self._stepping.apply(params, state, gradients, learning_rate)
             return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)

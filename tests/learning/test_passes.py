@@ -168,9 +168,10 @@ def test_other_weights_need_another_working_copy(monkeypatch, make, change):
     assert before is not None
     change(learner)
     assert learner.state.working is not before
-    working = learner._passes.working(learner.state)
+    [part] = (part for part in learner.parts if part.programs is learner.programs)
+    working = part.passes.working(learner.state)
     jax.tree.map(np.testing.assert_array_equal, working, learner.programs.run('cast', learner.state.params))
-    assert next(iter(jax.tree.leaves(working))).sharding.mesh == learner._mesh
+    assert next(iter(jax.tree.leaves(working))).sharding.mesh == learner.programs.definitions.mesh
 
 
 def test_on_a_cpu_no_working_copy_is_kept():
@@ -187,6 +188,20 @@ def test_an_accelerator_compiles_what_its_updates_run(monkeypatch):
     learner.update(random_groups(5, 5), version=2)
     learner.publish(3)
     assert declared >= {*learner.programs.compiled}
+
+
+@pytest.mark.parametrize('on_accelerator', [False, True])
+def test_only_on_a_cpu_does_the_optimizer_branch(monkeypatch, on_accelerator):
+    """Of a branch XLA copies weights and moments on GPUs."""
+    pretend(monkeypatch, on_accelerator=on_accelerator)
+    [part] = make_learner(dtype='bfloat16', **WIDE).parts
+    texts = [
+        getattr(programs.definitions, name)().lower(*args).as_text()
+        for programs, name, args in part.declared_programs(exports=False)
+        if name.startswith('apply')
+    ]
+    assert len(texts) == (2 if on_accelerator else 1)
+    assert all(('stablehlo.case' in text) != on_accelerator for text in texts)
 
 
 @pytest.mark.parametrize('shape', [{}, WIDE], ids=['five', 'one'])
