@@ -162,8 +162,10 @@ def rule_metrics(trained: Trained) -> Metrics:
         return {}
     mask = trained.batches[0].loss_mask
     chunks, tokens = (np.reshape(one, mask.shape)[mask] for one in (trained.results[0].logprobs, trained.single_tokens))
-    mean = {names.MISMATCH_RULE: float(np.abs(chunks.astype(np.float64) - tokens).mean())} if mask.any() else {}
-    return {names.MISMATCH_RULE_COUNT: float(mask.sum()), **mean}
+    if not mask.any():
+        return {names.MISMATCH_RULE_COUNT: 0.0}
+    mean = float(np.abs(chunks.astype(np.float64) - tokens).mean())
+    return {names.MISMATCH_RULE_COUNT: float(mask.sum()), names.MISMATCH_RULE: mean}
 
 
 def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> Metrics:
