@@ -216,7 +216,6 @@ COMMAND = Command(
         'rollout.server',
         'rollout.slots',
         'rollout.cache_tokens',
-        'rollout.state_snapshots',
         'rollout.prefill_buckets',
         'rollout.attention',
         'learner.row_tokens',

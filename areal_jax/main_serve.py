@@ -129,9 +129,9 @@ COMMAND = Command(
     """,
     fields=(
         'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
-        'rollout.state_snapshots', 'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype',
-        'cluster.engines', 'server.max_requests', 'server.max_streams', 'server.request_timeout_s',
-        'server.drain_timeout_s', 'server.required', 'server.notation', 'server.hosts',
+        'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',
+        'server.max_streams', 'server.request_timeout_s', 'server.drain_timeout_s', 'server.required',
+        'server.notation', 'server.hosts',
     ),
     exits={**EXITS, ExitCode.FINISHED: 'told to stop by a signal, after the answers under way'},
     notes='Where the environment variable AREAL_JAX_API_KEY is set, clients must send its value as their key. A '

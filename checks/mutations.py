@@ -571,7 +571,7 @@ MUTATIONS = [
         'reuse prefixes of another version',
         'areal_jax.rollout.blocks:PrefixIndex.clear',
         'for prefix in self._prefixes.values():\n            self._pool.release(prefix.held)\n'
-        '        self._prefixes.clear()',
+        '            self._states.release(prefix)\n        self._prefixes.clear()',
         'for prefix in list(self._prefixes.values()):\n            del self._prefixes[prefix.key]\n'
         '            prefix.key = prefix.key[0] + 1, prefix.key[1]\n'
         '            self._prefixes[prefix.key] = prefix',
@@ -2555,8 +2555,8 @@ MUTATIONS = [
     Mutation(
         'link a file of which one leaf is unchanged',
         'areal_jax.publication.files_channel:FilesChannel._find_links',
-        'if all(plan.tensors[t].path in known for t in tensors)',
-        'if any(plan.tensors[t].path in known for t in tensors)',
+        'if paths <= set(known)',
+        'if paths & set(known)',
         'tests/publication/test_unchanged.py',
     ),
     Mutation(

@@ -185,6 +185,11 @@ class DiagnosticsSection(ConfigSection):
     brakes: bool = flag(
         False, 'what each optimizer.brake reads, also where it is not used; keeps a copy of the gradient'
     )
+    delta_rule: bool = flag(
+        False,
+        'with delta nets: the part of the mismatch that is due to their two forms, for one more pass token by token',
+        used_if=generates,
+    )
     ring_bytes: int = integer(
         2**30,
         BYTES,

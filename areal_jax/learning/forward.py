@@ -28,9 +28,10 @@ from areal_jax.learning.objective.objective import (
 )
 from areal_jax.models.attention.backends import packed_rows_attention
 from areal_jax.models.decoder import Attend, Decoder
-from areal_jax.models.delta_rule import DeltaInputs, DeltaState, Projected, Recur, run_rows
+from areal_jax.models.delta_rule import DeltaInputs, Recur, run_rows, specs_of
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix
+from areal_jax.models.families import CHUNK
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
 from areal_jax.models.vocabulary_divergence import Caps, clamped_entropy, count_kept, token_divergences
 from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
@@ -82,6 +83,7 @@ def predicting_states(
     attention: str = 'auto',
     mesh: Mesh | None = None,
     follows: jax.Array | bool | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[jax.Array, SeenRoutes | None]:
     """Hidden states [R, N, d] from which the loss tokens of packed rows are predicted, and the routes to experts.
 
@@ -91,6 +93,7 @@ def predicting_states(
       follows: bool [], whether recorded routes are taken (see Routing); None = they are not read.
       mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp * expert, and
         with context > 1 T one of 2 * context and N one of context.
+      chunk: tokens that the rule of delta nets computes at once.
     """
     tokens = Stream(mesh, *rows['tokens'].shape)
     inputs, positions, sources = rows['tokens'], rows['positions'], rows['sources']
@@ -110,7 +113,7 @@ def predicting_states(
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
         routing=routing,
-        recur=_recur(rows, tokens) if decoder.config.delta else None,
+        recur=_recur(rows, tokens, chunk) if decoder.config.delta else None,
     )
     states = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
     if routed is None:
@@ -239,18 +242,17 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
     return attend
 
 
-def _recur(rows: Rows, stream: Stream) -> Recur:
+def _recur(rows: Rows, stream: Stream, chunk: int) -> Recur:
     """`recur` of Decoder.hidden. On a mesh, each device computes the rule of its rows and heads."""
     places = rows['segment_ids'], rows['parent_ids']
 
-    def recur(inputs: DeltaInputs, entry: DeltaState | None) -> tuple[jax.Array, DeltaState | None]:
-        run, mesh = run_rows, stream.mesh
+    def recur(inputs: DeltaInputs, entry: Tree) -> tuple[jax.Array, Tree]:
+        run, mesh = functools.partial(run_rows, chunk=chunk), stream.mesh
         if mesh is not None:
-            heads, of_taps = PartitionSpec(ROW_AXES, None, 'tensor'), PartitionSpec('tensor')
-            specs = DeltaInputs(*(heads,) * 5, Projected(*(of_taps,) * 3))
-            in_specs = specs, PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES)
-            run = jax.shard_map(run_rows, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
-        out = run(DeltaInputs(*map(stream.unflatten, inputs[:5]), inputs.taps), *places)
+            heads, rows_only = PartitionSpec(ROW_AXES, None, 'tensor'), PartitionSpec(ROW_AXES)
+            in_specs = specs_of(heads, PartitionSpec('tensor')), rows_only, rows_only
+            run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+        out = run(inputs.map_tokens(stream.unflatten), *places)
         return stream.flatten(out), entry
 
     return recur

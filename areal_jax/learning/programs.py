@@ -38,6 +38,7 @@ from areal_jax.learning.weights import VALUE_HEAD, Params, export_weights, scale
 from areal_jax.models.attention.backends import jax_settings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
+from areal_jax.models.families import CHUNK
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.models.weights import leaf_dtype
 from areal_jax.sharding.placement import place
@@ -90,6 +91,23 @@ class Programs:
     trained: tuple[str, ...] | None = None
     teacher: TeacherForm | None = None  # the teacher that a step itself runs
 
+    @property
+    def on_accelerator(self) -> bool:
+        return bool(self.mesh.devices.flat[0].platform != 'cpu')
+
+    @property
+    def keeps_working(self) -> bool:
+        """Whether the optimizer's program makes the working copy of the next step too, which is kept until then.
+
+        On a CPU each step makes its own, so that none takes memory beside the engines.
+        """
+        learner = self.settings.learner
+        return self.on_accelerator and learner.accumulate == 'dispatch' and learner.dtype != 'float32'
+
+    @property
+    def _stepping(self) -> Optimizer:
+        return dataclasses.replace(self.optimizer, selects=True) if self.on_accelerator else self.optimizer
+
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in new buffers."""
         return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.params)
@@ -119,6 +137,16 @@ class Programs:
             return self._forward(*args)[0]
 
         return jax.jit(logprobs, out_shardings=replicated(self.mesh))
+
+    def single_tokens(self) -> jax.stages.Wrapped:
+        """`logprobs`, with the rule of delta nets token by token."""
+
+        def single_tokens(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> jax.Array:
+            weights = trees.join(working, frozen)
+            states, _ = self._policy_states(weights, rows, scalars, chunk=1)
+            return self._score_targets(weights, states, rows, scalars)[0]
+
+        return jax.jit(single_tokens, out_shardings=replicated(self.mesh))
 
     def collisions(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> (log-probs, log Σ π²), [R, N] each."""
@@ -184,15 +212,33 @@ class Programs:
     def apply(self) -> jax.stages.Wrapped:
         """(params, state, sum of gradients, learning rate) -> (params, state, step metrics)."""
         shardings = (self.params, self.state, replicated(self.mesh))
-        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
+        return jax.jit(self._stepping.apply, donate_argnums=(0, 1), out_shardings=shardings)
 
     def apply_only(self) -> jax.stages.Wrapped:
         """`apply` for the gradients of the only micro-batch."""
 
         def apply(params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array) -> tuple[Tree, Tree, _Metrics]:
-            return self.optimizer.apply(params, state, self._unscale(gradients), learning_rate)
+            return self._stepping.apply(params, state, self._unscale(gradients), learning_rate)
 
         return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(self.params, self.state, replicated(self.mesh)))
+
+    def apply_and_cast(self) -> jax.stages.Wrapped:
+        """(params, state, sum of gradients, learning rate) -> (params, state, step metrics, working)."""
+        return self._apply_and_cast(lambda gradients: gradients)
+
+    def apply_only_and_cast(self) -> jax.stages.Wrapped:
+        """`apply_and_cast` for the gradients of the only micro-batch."""
+        return self._apply_and_cast(self._unscale)
+
+    def _apply_and_cast(self, unscale: Callable[[Tree], Tree]) -> jax.stages.Wrapped:
+        def apply(
+            params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array
+        ) -> tuple[Tree, Tree, _Metrics, Tree]:
+            params, state, metrics = self._stepping.apply(params, state, unscale(gradients), learning_rate)
+            return params, state, metrics, trees.cast(params, self.settings.learner.dtype)
+
+        shardings = (self.params, self.state, replicated(self.mesh), self.params)
+        return jax.jit(apply, donate_argnums=(0, 1), out_shardings=shardings)
 
     def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
@@ -210,7 +256,7 @@ class Programs:
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             learning_rate, braked = self._brake(learning_rate, rows, logprobs)
-            params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
+            params_after, state, step_metrics = self._stepping.apply(params, state, gradients, learning_rate)
             return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)
@@ -254,10 +300,13 @@ class Programs:
             return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values, routes)
         return _Scored(states, *self._score_targets(weights, states, rows, scalars), values, routes)
 
-    def _policy_states(self, weights: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, SeenRoutes | None]:
+    def _policy_states(
+        self, weights: Tree, rows: Rows, scalars: Scalars, chunk: int = CHUNK
+    ) -> tuple[jax.Array, SeenRoutes | None]:
         return predicting_states(
-            self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(FOLLOWS)
-        )
+            self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(FOLLOWS),
+            chunk=chunk,
+        )  # fmt: skip
 
     def _score_targets(
         self,
@@ -443,13 +492,15 @@ def _key(name: str, args: tuple[Tree, ...]) -> _Key:
 class LearnerState:
     """Trees of arrays over the mesh. The programs of an update donate `params` and `optimizer`.
 
-    Every field that a program donates is replaced by its result at once: its old buffers must not be read again.
+    Every field that a program donates is replaced by its result at once: its old buffers must not be read again. Who
+    gives it other `params` sets `working` to None.
     """
 
     params: Tree  # trained weights, float32
     frozen: Tree  # all other weights, in learner.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
     reference: Tree = None  # trained weights of the reference, in learner.dtype; None if the objective reads none
+    working: Tree = None  # `params` in learner.dtype if Programs.keeps_working; None = not made yet
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
@@ -489,6 +540,7 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
         reference=describe_cast(trees.policy_leaves(params), settings.learner.dtype)
         if REFERENCE in settings.objective.reads
         else None,
+        working=describe_cast(params, settings.learner.dtype) if programs.keeps_working else None,
     )
 
 

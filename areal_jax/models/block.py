@@ -124,7 +124,7 @@ class _Attention(nnx.Module):
         sinks = {'sinks': self.sinks[...]} if self.has_sinks else {}
         out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v, **sinks)
         if self.is_gated:
-            out = _gate(out, self.form.split_heads(*gate, self.head_dim), jax.nn.sigmoid)
+            out = _gate(out, self.form.split_heads(gate[0], self.head_dim), jax.nn.sigmoid)
         [y] = _project(self.form.join_heads(out), self.output)
         return y, entry
 

@@ -27,8 +27,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from areal_jax.models.families import CHUNK, DeltaNet
+from areal_jax.types import Tree
 
 _EPS = 1e-6  # of the lengths of queries and keys
 
@@ -43,6 +45,11 @@ class DeltaInputs(NamedTuple):
     beta: jax.Array  # float32 [T, H]
     taps: Projected  # [heads, D, n]
 
+    def map_tokens(self, change: Callable[[jax.Array], jax.Array]) -> DeltaInputs:
+        """Returns the inputs with each array of tokens changed."""
+        query, key, value, decay, beta = map(change, (self.query, self.key, self.value, self.decay, self.beta))
+        return DeltaInputs(query, key, value, decay, beta, self.taps)
+
 
 class Projected(NamedTuple):
     """Queries, keys and values, or what belongs to each."""
@@ -50,6 +57,11 @@ class Projected(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
+
+
+def specs_of(tokens: PartitionSpec, taps: PartitionSpec) -> DeltaInputs:
+    """Returns the sharding of inputs, as shard_map takes it."""
+    return DeltaInputs(*(tokens,) * 5, Projected(*(taps,) * 3))  # type: ignore[arg-type]
 
 
 class DeltaState(NamedTuple):
@@ -66,7 +78,7 @@ class DeltaState(NamedTuple):
 
 
 # (projections, the layer's states) -> (out float32 [T, H, Dv], the layer's states)
-Recur = Callable[[DeltaInputs, 'DeltaState | None'], 'tuple[jax.Array, DeltaState | None]']
+Recur = Callable[[DeltaInputs, Tree], tuple[jax.Array, Tree]]
 
 
 def empty_states(places: int, delta: DeltaNet, dtype: jnp.dtype) -> DeltaState:
@@ -246,11 +258,11 @@ def run_rows(inputs: DeltaInputs, segments: jax.Array, parents: jax.Array, chunk
       inputs: of tokens [R, T].
       segments, parents: int32 [R, T], see PackedBatch.
     """
-    run = lambda *row: _run_row(DeltaInputs(*row[:5], inputs.taps), row[5], row[6], chunk)
-    rows = *inputs[:5], segments, parents
+    run = lambda inputs, segments, parents: _run_row(inputs, segments, parents, chunk)
     if len(segments) == 1:  # a batched branch would compute both sides
-        return run(*(x[0] for x in rows))[None]
-    return jax.vmap(run)(*rows)
+        return run(inputs.map_tokens(lambda x: x[0]), segments[0], parents[0])[None]
+    axes = specs_of(0, None)  # type: ignore[arg-type]
+    return jax.vmap(run, in_axes=(axes, 0, 0))(inputs, segments, parents)
 
 
 def _run_row(inputs: DeltaInputs, segments: jax.Array, parents: jax.Array, size: int) -> jax.Array:
@@ -338,7 +350,7 @@ class PieceChunks(NamedTuple):
     """The chunks of pieces that are packed one after the other, N at most; made on the host."""
 
     first: jax.Array  # int32 [N], its first token in the row
-    count: jax.Array  # int32 [N], tokens
+    tokens: jax.Array  # int32 [N], how many it has
     place: jax.Array  # int32 [N], of the sequence's state
     begins: jax.Array  # bool [N], the sequence begins here
     chunks: jax.Array  # int32 [], the others are not read
@@ -360,7 +372,7 @@ def run_pieces(
 
     def run(number: jax.Array, carry: tuple[jax.Array, DeltaState]) -> tuple[jax.Array, DeltaState]:
         out, states = carry
-        first, count, place = pieces.first[number], pieces.count[number], pieces.place[number]
+        first, count, place = pieces.first[number], pieces.tokens[number], pieces.place[number]
         own = [lax.dynamic_slice_in_dim(x, first, chunk) for x in padded]
         fresh = lambda leaf: jnp.where(pieces.begins[number], 0, lax.dynamic_index_in_dim(leaf, place, keepdims=False))
         rule, *before = map(fresh, states)

@@ -255,7 +255,7 @@ def encode_wide(base: np.ndarray, bits: np.ndarray) -> bytes:
     return b'' if np.array_equal(base, bits) else (bits - base).astype('<u4').tobytes()
 
 
-def apply_wide(words: np.ndarray, part: bytes | memoryview, *, back: bool = False) -> None:
+def apply_wide(words: np.ndarray, part: bytes | bytearray | memoryview, *, back: bool = False) -> None:
     """Adds the differences of `encode_wide` to the bits uint32 [n] in place, or with `back` subtracts them.
 
     Raises PublicationError for a part of another length.

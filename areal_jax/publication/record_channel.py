@@ -243,7 +243,7 @@ class VersionEncoder:
         """Returns (digest, part, elements changed) of a leaf of 32 bits, and keeps its bits."""
         digest = finite_host_manifest({path: leaf}, version)[path]
         base, bits = self._bits[path], _bits_of(path, leaf)
-        part, changed = encode_wide(base, bits), np.count_nonzero(base != bits)
+        part, changed = encode_wide(base, bits), int(np.count_nonzero(base != bits))
         np.copyto(base, bits)
         return digest, part, changed
 

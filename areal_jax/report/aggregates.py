@@ -145,6 +145,7 @@ class Mismatch(MeanMax):
     n: int  # tokens
     by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent if one engine generated all tokens
     quantized: NotRequired[QuantizedMismatch]  # absent if engines decode with the weights as published
+    delta_rule: NotRequired[float | None]  # mean over trained tokens, by diagnostics.delta_rule; absent without
 
 
 class QuantizedMismatch(TypedDict):
@@ -215,6 +216,8 @@ def mismatch(metrics: Metrics) -> Mismatch:
             'effective_sample_size': weighted_mean(measured, names.MISMATCH_SAMPLE_SIZE, names.MISMATCH_COUNT),
             'ratio_share': weighted_mean(measured, names.MISMATCH_RATIO_SHARE, names.MISMATCH_COUNT),
         }
+    if any(names.MISMATCH_RULE_COUNT in line for line in metrics):
+        found['delta_rule'] = weighted_mean(metrics, names.MISMATCH_RULE, names.MISMATCH_RULE_COUNT)
     if len(by_engine) > 1:
         found['by_engine'] = by_engine
     return found

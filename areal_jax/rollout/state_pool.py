@@ -122,12 +122,12 @@ class StatePool:
         holder.state = self._take()
 
     def branch(self, holder: Holder, version: int, digests: Sequence[bytes], tokens: np.ndarray) -> None:
-        """Gives the holder a place that begins as the snapshot behind `tokens`; without tokens, of unknown content.
+        """Gives the holder a place that begins as the snapshot behind `tokens`; if there is none, of unknown content.
 
         If it gets the place of the snapshot itself, no copy is needed. Nothing is written before the copies, so the
         snapshot may be evicted before they run.
         """
-        source = self._find(self._name(version, digests, tokens)) if len(tokens) else None
+        source = self._find(self._name(version, digests, tokens))
         holder.state = place = self._take()
         if source is not None and source != place:
             self._copies[place] = source

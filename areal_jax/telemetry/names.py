@@ -223,6 +223,9 @@ MISMATCH_SAMPLE_SIZE = Metric(
 MISMATCH_RATIO_SHARE = Metric(
     'mismatch/ratio_share', 'ratio', 'mean square of the mismatch by that of the log-ratio of all generated tokens'
 )
+# only with diagnostics.delta_rule; over the trained tokens of an update's first minibatch
+MISMATCH_RULE = Metric('mismatch/delta_rule', 'nats', 'mean difference of log-probs between chunks and single tokens')
+MISMATCH_RULE_COUNT = Metric('mismatch/delta_rule_n', 'tokens', 'tokens compared')
 MISMATCH_OF = 'mismatch/of/'  # prefix; followed by the engine and n or mean_abs
 MISMATCH_OF_TURN = (
     'mismatch/turn/'  # prefix, for answers of several turns; followed by the turn (1, 2, ...) and n or mean_abs

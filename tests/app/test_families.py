@@ -18,7 +18,7 @@ FAMILIES = {
     'smollm3': {'model__n_layers': 4},
     'gemma3_text': {'model__n_layers': 6},
     'gpt_oss': {'model__n_layers': 2, 'model__experts': 4, 'model__d_expert': 32},
-    'qwen3_5_text': {'model__n_layers': 4},
+    'qwen3_5_text': {'model__n_layers': 4, 'diagnostics__delta_rule': True},
     'qwen3_5_moe_text': {'model__n_layers': 4, 'model__experts': 4, 'model__d_expert': 32},
     'qwen3_next': {'model__n_layers': 4, 'model__experts': 4, 'model__d_expert': 32},
 }
@@ -38,6 +38,9 @@ def fields_of(family):
 def test_a_run_agrees_with_its_engines_is_replayed_and_its_export_is_read_back(family, tmp_path):
     run = SmallRun(tmp_path / 'run', run__clock='real', run__steps=3, run__export=True, **fields_of(family)).train()
     assert run.report['mismatch']['max'] < 1e-5
+    measured = fields_of(family).get('diagnostics__delta_rule', False)
+    assert ('delta_rule' in run.report['mismatch']) == measured
+    assert not measured or 0 < run.report['mismatch']['delta_rule'] < 1e-6
     config, weights = load_hf(run.workdir / 'export')
     assert config.family == family
     assert len(config.kinds) > 1, 'layers of several kinds'

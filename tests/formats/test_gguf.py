@@ -231,6 +231,10 @@ def test_rows_by_hand():
     ('change', 'message'),
     [
         ({'architecture': 'qwen2'}, "general.architecture is 'qwen2'; only llama and gemma3 are"),
+        *(
+            ({'architecture': name}, f"general.architecture is '{name}'; only llama and gemma3 are supported")
+            for name in ('qwen35', 'qwen35moe', 'qwen3next')
+        ),
         ({'without': ('llama.block_count',)}, 'no field llama.block_count'),
         ({'without': ('tokenizer.ggml.eos_token_id',)}, 'no field tokenizer.ggml.eos_token_id'),
         ({'llama__rope__scaling__type': 'yarn'}, "with scaling 'yarn'; only whole heads"),

@@ -19,7 +19,7 @@ from areal_jax.formats.hf_parts import parts_of
 from areal_jax.models.weights import is_float32, leaf_at, logical_axes, nest, weight_table
 from areal_jax.publication.export import export_hf
 from areal_jax.sharding.rules import make_mesh, param_shardings, path_name
-from tests.models import parity
+from tests.models import family_examples, parity
 
 NAMES = tuple(parity.HYBRIDS)
 D_KEY, D_VALUE, KEY_HEADS, RATIO = 8, 12, 2, 2  # of all three; RATIO value heads for each key head
@@ -262,3 +262,13 @@ def test_an_export_is_what_transformers_has(tmp_path, name):
         parity.write_composite(tmp_path / 'composite', name)
         whole = record_parity.load(tmp_path / 'composite').state_dict()
         assert all(torch.equal(tensor, whole[key]) for key, tensor in source.state_dict().items())
+
+
+@pytest.mark.parametrize('name', family_examples.HYBRIDS)
+def test_drawn_weights_of_a_hybrid_come_back_from_their_directory(tmp_path, name):
+    config = family_examples.CONFIGS[name]
+    params = family_examples.draw(config)
+    export_hf(tmp_path / 'model', params, config, dtype='float32')
+    found_config, found = load_hf(tmp_path / 'model')
+    assert found_config == config
+    assert_equal(found, params)

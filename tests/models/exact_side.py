@@ -32,7 +32,7 @@ CHUNK = 8  # tokens: a text has several chunks, the last one in part
 
 
 def row_of(inputs: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(*(x[None] for x in inputs[:5]), inputs.taps)
+    return inputs.map_tokens(lambda x: x[None])
 
 
 def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:

@@ -8,10 +8,10 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from areal_jax.aot.programs import describe_weights
-from areal_jax.app.parts import sizes
 from areal_jax.app.roles.serve import VersionLoader
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.learning import weights as trees
@@ -21,8 +21,10 @@ from areal_jax.models.families import FAMILIES
 from areal_jax.models.weights import is_float32, leaf_dtype
 from areal_jax.publication.manifest import by_path
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, find_transposed
-from areal_jax.rollout.http.service import UpdateError
+from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
+from areal_jax.types import PublishedWeights
 from tests.models import parity
+from tests.publication.bits16 import open_channel
 
 KEPT = ('log_rate', 'rate_bias')
 
@@ -84,18 +86,22 @@ def test_leaves_that_an_engine_takes_transposed_are_found_beside_them():
     assert find_transposed(decoder, 'bfloat16') == find_transposed(decoder, 'float32')
 
 
-def test_plans_of_compilations_and_of_memory_count_them_so():
-    decoder, params = model()
+def test_a_plan_of_compilations_describes_them_so():
     assert dtypes(describe_weights(backend()).params) == ({'float32'}, {'bfloat16'})
-    alone = jax.tree.map(lambda leaf: jax.sharding.SingleDeviceSharding(jax.devices()[0]), params)
-    planned = sizes._bytes(decoder.abstract(), alone, (1,) * 4, 'bfloat16')
-    assert planned == sum(leaf.nbytes for leaf in jax.tree.leaves(trees.cast(params, 'bfloat16')))
 
 
-def test_a_server_takes_versions_with_them():
+def test_a_server_takes_versions_with_them(tmp_path):
     decoder, params = model()
-    loader = VersionLoader(backend(), decoder, jax.devices()[0])
-    of = lambda tree: {path: str(leaf.dtype) for path, leaf in by_path(tree).items()}
-    loader._require_dtype('v1', of(trees.cast(params, 'bfloat16')))
-    with pytest.raises(UpdateError, match='v1 is in float32, and this server decodes in bfloat16'):
-        loader._require_dtype('v1', of(params))
+    cast = jax.tree.map(np.asarray, trees.cast(params, 'bfloat16'))
+    channel = open_channel(tmp_path, config=decoder.config)
+    channel.transfer(0, cast)
+    cast['final_norm'] = cast['final_norm'].copy()
+    cast['final_norm'].view(np.uint16)[0] ^= 1
+    published = channel.transfer(1, cast)
+    assert published.size.record == 'delta'
+    given = PublishedWeights(1, '', WeightsDirectory(published.handle))
+    weights = VersionLoader(backend(), decoder, jax.devices()[0])(given)
+    assert given.handle.digest == published.manifest_hash
+    assert dtypes(weights.params) == ({'float32'}, {'bfloat16'})
+    with pytest.raises(UpdateError, match='is in bfloat16, and this server decodes in float32'):
+        VersionLoader(backend('float32'), decoder, jax.devices()[0])(given)

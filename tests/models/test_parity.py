@@ -18,7 +18,7 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.delta_rule import DeltaInputs, run_rows
+from areal_jax.models.delta_rule import run_rows
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
@@ -74,7 +74,7 @@ def row_logits(name, layers):
             return out, entry
 
         def recur(inputs, entry):
-            row = DeltaInputs(*(x[None] for x in inputs[:5]), inputs.taps)
+            row = inputs.map_tokens(lambda x: x[None])
             return run_rows(row, segments[None], segments[None])[0], entry
 
         return decoder.logits(params, decoder.hidden(params, tokens, positions, attend, recur=recur)[0])

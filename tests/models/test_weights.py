@@ -172,7 +172,7 @@ def test_adapters_of_a_hybrid_are_those_of_attention_and_of_delta_nets():
     of_delta = {f'layers/*/delta/{name}' for name in ('query', 'output_gate', 'beta')}
     assert adapted == of_delta | {f'layers/*/attention/{name}' for name in ('query', 'output_gate')}
     assert table['layers/*/delta/beta/lora_b'].shape == (2, 4)
-    assert table['layers/*/delta/beta/lora_b'].layers == (0,)
+    assert [table[f'layers/*/delta/beta/lora_{name}'].layers for name in 'ab'] == [(0,)] * 2
 
 
 def test_adapters_of_projections_that_a_model_lacks_are_refused():

@@ -18,6 +18,7 @@ from areal_jax.publication.manifest import by_path
 from areal_jax.publication.record import Record
 from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.weight_buffers import WeightBuffers, decode_delta
 from areal_jax.sharding.rules import Shares, make_mesh
 from tests.publication.bits16 import Carrier, over
 from tests.publication.tiny import assert_bit_equal, host_params
@@ -121,6 +122,21 @@ def test_a_reader_that_holds_an_older_version_goes_back_and_forth():
         del weights
     for number in (3, 2):  # pinned by an engine while the channel goes on
         assert_bit_equal(channel.receive(published[number]), versions[number])
+
+
+def test_a_delta_with_leaves_of_32_bits_is_reverted():
+    carrier, versions = Carrier(), chain(2)
+    channel = over(carrier)
+    for number, params in enumerate(versions):
+        channel.transfer(number, params)
+    buffers, delta = WeightBuffers(), decode_delta(carrier.records[1])
+    buffers.load(carrier.records[0])
+    for back in (False, True):
+        buffers.apply(delta, back=back)
+        lent, expected = buffers.lend(), by_path(versions[0 if back else 1])
+        assert lent.keys() == expected.keys()
+        for path in list(lent):
+            assert lent.pop(path).tobytes() == np.asarray(expected[path]).tobytes(), path
 
 
 def test_a_damaged_part_of_32_bits_is_refused():

@@ -140,7 +140,7 @@ def test_all_snapshots_are_forgotten_at_once():
     pool.check([], [])
 
 
-@pytest.mark.parametrize('fault', ['lost', 'twice', 'not spared', 'name'])
+@pytest.mark.parametrize('fault', ['lost', 'twice', 'without', 'not spared'])
 def test_a_check_finds_a_lost_place_and_one_of_two_holders(fault):
     pool, holders, spared = pool_of(4), [Holder(), Holder()], Holder()
     for one in (*holders, spared):
@@ -152,10 +152,10 @@ def test_a_check_finds_a_lost_place_and_one_of_two_holders(fault):
         holders[0].state = None
     elif fault == 'twice':
         holders[0].state = holders[1].state
-    elif fault == 'not spared':
-        pool.need(spared)
+    elif fault == 'without':
+        pool.release(holders[0])
     else:
-        pool._places.clear()
+        pool.need(spared)
     with pytest.raises(AssertionError):
         pool.check(holders, [spared])
 
@@ -202,6 +202,16 @@ def test_every_member_of_a_group_has_a_copy_of_the_state_of_its_prompt():
         end(table, one, [one.request.sample, 5])
     table.check([])
     assert (table.states.free, table.states.snapshots) == (4, 5)  # four answers and the prompt
+
+
+@pytest.mark.parametrize('of_prefix', [True, False])
+def test_a_check_of_the_table_finds_a_request_without_its_states(of_prefix):
+    table, one = table_of(), running(0)
+    (cached,) = place(table, one)
+    table.check([one])
+    table.states.release(cached.prefix if of_prefix else cached)
+    with pytest.raises(AssertionError):
+        table.check([one])
 
 
 def test_a_prompt_of_one_token_has_one_place():
@@ -303,14 +313,12 @@ def test_a_partial_prefix_goes_on_with_its_state_after_it_waited():
     table.check([])
 
 
-def test_what_is_of_several_versions_or_past_its_end_or_counted_leaves_no_snapshot():
-    for case in ('versions', 'past the end', 'counted'):
+def test_what_is_of_several_versions_or_past_its_end_leaves_no_snapshot():
+    for case in ('versions', 'past the end'):
         table, one = table_of(), running(0)
         begin(table, one)
         if case == 'versions':
             table.clear(1, [one])
-        if case == 'counted':
-            one._given = np.broadcast_to(np.int32(3), 10)
         one.cached.filled = len(one) - 1
         prompt = 0 if case == 'versions' else 1
         table.close(one, keep=True, past_end=case == 'past the end')
@@ -331,15 +339,14 @@ def test_a_new_version_frees_every_state_but_those_of_requests_that_go_on():
     assert found(table, [*range(10), 5, 6, 7])[0] == 0
 
 
-@pytest.mark.parametrize(
-    ('lost', 'cached_tokens'),
-    [((), 19), ((0, 1, 2), 19), ((4,), 16), ((4, 1), 16), ((4, 2), 0), ((3,), 9), ((3, 0), 9), ((3, 1), 0)],
-)
-def test_windows_and_states_must_both_go_on(lost, cached_tokens):
-    # states at 9, 16 and 19; a window of 6 sees from 14, 11 and 4 on: blocks 3 and 4, 2 and 3, 1 and 2
-    table, said = table_of(places=20, windows=WindowSizes(6, 24)), list(range(100, 118))
-    requests = [running(index, prompt=said[:length], draw=index) for index, length in enumerate((10, 17, 18))]
-    for one in requests:
+def find_beside_windows(lengths, prompt, lost):
+    """How much of a prompt is found after prompts of these lengths, if blocks have lost their parts.
+
+    A window of 6 tokens sees blocks 3 and 4 from position 19 on, 2 and 3 from 16, 1 and 2 from 9.
+    """
+    table = table_of(places=20, windows=WindowSizes(6, 24))
+    for index, length in enumerate(lengths):
+        one = running(index, prompt=SAID[:length], draw=index)
         place(table, one)
         prefix = one.cached.prefix
         table.hold(prefix, prefix.filled, len(prefix.tokens))
@@ -348,8 +355,26 @@ def test_windows_and_states_must_both_go_on(lost, cached_tokens):
         table.hold_steps(one)
         end(table, one, [1, 2])
         table.check([])
-    match = table.pool.index.find(0, *named([*said, 1])[1:])
-    assert (len(match.blocks), match.length) == (4, 19)
+    match = table.pool.index.find(0, *named(prompt[:-1])[1:])
     for index in lost:
         table.windows.discard([*match.blocks, match.tail][index])
-    assert found(table, [*said, 1, 2, 50, 51])[0] == cached_tokens
+    cached_tokens, *_, one = found(table, prompt)
+    table.check([one])
+    return match.length, cached_tokens
+
+
+SAID = list(range(100, 118))
+
+
+@pytest.mark.parametrize(
+    ('lost', 'cached_tokens'),
+    [((), 19), ((0, 1, 2), 19), ((4,), 16), ((4, 1), 16), ((4, 2), 0), ((3,), 9), ((3, 0), 9), ((3, 1), 0)],
+)
+def test_a_state_is_found_where_the_window_is_whole(lost, cached_tokens):
+    # states at 9, 16 and 19
+    assert find_beside_windows((10, 17, 18), [*SAID, 1, 2, 50, 51], lost) == (19, cached_tokens)
+
+
+@pytest.mark.parametrize(('lost', 'cached_tokens'), [((), 9), ((3,), 9), ((0,), 9), ((1,), 0), ((2,), 0)])
+def test_a_window_that_is_whole_at_the_end_may_be_gone_at_the_last_state(lost, cached_tokens):
+    assert find_beside_windows((10, 18), [*SAID[:16], 50, 51, 52], lost) == (16, cached_tokens)

@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from areal_jax.rollout.cache_table import CacheTable
+from areal_jax.rollout.scheduler import MOST_PREFILLED, DecodeStep, PrefillStep
 from areal_jax.rollout.state_pool import StatePool, size_states
 from areal_jax.types import Segment
 from tests.rollout.decode.test_window_schedules import run as run_host_schedule
@@ -169,6 +171,34 @@ async def test_an_answer_that_another_engine_began_builds_its_state(rig):
     check(rig)
 
 
+@scripted(make_rig, slots=3, largest_piece=8)
+async def test_a_turn_that_enters_before_a_dispatch_of_decoding_has_its_copy_made_there(rig):
+    first = rig.engine.generate(request(0, prompt=range(1, 10), sampling=of_length(6)))
+    await collect(first)
+    stream, sent, steps = rig.engine.stream, [], []
+    turn = request(1, prompt=[*first.tokens.tolist(), 50, 51], sampling=of_length(2))
+    next_step = stream.next_step
+
+    def watched(**options):
+        prefills = itertools.takewhile(lambda step: isinstance(step, PrefillStep), reversed(steps))
+        if sum(step.bucket.tokens for step in prefills) >= MOST_PREFILLED * 8 and not sent:  # decoding is next
+            sent.append(rig.engine.generate(turn))
+        steps.append(next_step(**options))
+        return steps[-1]
+
+    others = [rig.engine.generate(request(2, draw=1, prompt=(1, 2), sampling=of_length(30)))]
+    await rig.pass_time(0.05)
+    stream.next_step = watched
+    others.append(rig.engine.generate(request(3, draw=2, prompt=range(8, 53), sampling=of_length(2))))
+    await rig.pass_time(0.5)
+    stream.next_step = next_step
+    for one in (*others, *sent):
+        await collect(one)
+    assert [one.cached_tokens for one in sent] == [14]
+    assert [isinstance(one, DecodeStep) for one in steps if one is not None and one.state_copies] == [True]
+    check(rig)
+
+
 def test_without_states_the_schedule_is_the_same():
     async def script(rig):
         requests = [rig.engine.generate(request(sample, draw=sample % 2, prompt=range(1, 10))) for sample in range(6)]
@@ -202,7 +232,7 @@ class Schedule:
     def _watch(self):
         """Checks the places after every dispatch, and counts what prompts find."""
         stream, engine = self.rig.engine.stream, self.rig
-        inner, place, keep = stream.run, stream.cache.place, stream.cache._keep
+        inner, place, close = stream.run, stream.cache.place, stream.cache.close
 
         async def run(step, weights):
             await inner(step, weights)
@@ -217,11 +247,11 @@ class Schedule:
                 self.occurred['part of a prompt found'] += 0 < prefix.filled < len(prefix.tokens)
             return placed
 
-        def counted_keep(running, past_end):
+        def counted_close(running, *, keep=False, past_end=False):
             self.occurred['past its end'] += past_end
-            keep(running, past_end)
+            close(running, keep=keep, past_end=past_end)
 
-        stream.run, stream.cache.place, stream.cache._keep = run, counted, counted_keep
+        stream.run, stream.cache.place, stream.cache.close = run, counted, counted_close
 
     def run(self):
         self.rig.run(lambda rig: self._act())
@@ -318,8 +348,9 @@ def evict_needed(monkeypatch):
 
 
 def ignore_past_end(monkeypatch):
-    keep = CacheTable._keep
-    monkeypatch.setattr(CacheTable, '_keep', lambda self, running, past_end: keep(self, running, False))
+    close = CacheTable.close
+    without = lambda self, running, *, keep=False, past_end=False: close(self, running, keep=keep)
+    monkeypatch.setattr(CacheTable, 'close', without)
 
 
 def find_too_much(monkeypatch):

@@ -110,7 +110,7 @@ def _build_backend(
         context_tokens=rollout.context_tokens,
         block_tokens=rollout.block_tokens,
         cache_blocks=cache_blocks,
-        state_snapshots=rollout.state_snapshots,
+        state_snapshots=rollout.state_snapshots if decoder.config.delta else None,
         prefill_buckets=rollout.prefill_buckets,
         decode_steps=rollout.decode_steps,
         filtered=filtered,

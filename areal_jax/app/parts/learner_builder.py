@@ -53,6 +53,8 @@ def build_learner(
       moves: whether it moves to other devices during the run.
     """
     decoder, params = build_training_decoder(config, model)
+    if config.diagnostics.delta_rule and decoder.config.delta is None:
+        raise ConfigError('diagnostics.delta_rule=True needs a model with delta nets; set it to False')
     settings, optimizer = build_learner_settings(config), build_optimizer(config)
     if settings.critic is not None:
         optimizer = add_critic_optimizer(optimizer, config.critic.learning_rate)

@@ -61,6 +61,8 @@ def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, in
     matrices = [spec for spec in weight_table(config, lora).values() if spec.multiplies]
     frozen = 4 if lora else 6
     cost = sum((6 if is_adapter(spec.path) else frozen) * _active(spec, config) for spec in matrices)
+    if config.delta:  # forward, and twice that for the gradient, whether or not weights are frozen
+        cost += 3 * config.n_delta_layers * config.delta.rule_flops
     return cost, frozen * config.vocab_size * config.d_model
 
 
@@ -82,7 +84,8 @@ def _active(spec: WeightSpec, config: ModelConfig) -> int:
 
 def attention_flops(config: ModelConfig, length: int) -> int:
     """Operations of a training pass per token in a sequence of `length` tokens, for scores and weighted values."""
-    seen = sum(min(length, config.window(layer) or length) for layer in range(config.n_layers))
+    layers = (layer for layer in range(config.n_layers) if config.mixer(layer) == 'attention')
+    seen = sum(min(length, config.window(layer) or length) for layer in layers)
     return 12 * config.n_heads * config.head_dim * seen
 
 
@@ -138,6 +141,7 @@ def measure(
             'quantization': quantization_metrics(compared, before, version)
             if settings.rollout.weights == 'int8'
             else {},
+            'delta_rule': rule_metrics(trained),
             'by_age': by_age,
             'inside': inside_metrics(batches, trained.steps_applied()),
             'staleness': staleness_metrics(settings.brake, results, batches),
@@ -147,6 +151,21 @@ def measure(
     work = work_metrics(decoder.config, decoder.lora, update.read, update.packing, settings.learner.epochs)
     ratio = {} if split is None else split.measure_update(update, state)
     return merge(**producers, work=work, ratio=ratio)
+
+
+def rule_metrics(trained: Trained) -> Metrics:
+    """The difference of log-probs between the rule of delta nets in chunks, as trained, and token by token.
+
+    Both are of the same weights and rows, so that this part of the mismatch is that of the forms alone.
+    """
+    if trained.single_tokens is None:
+        return {}
+    mask = trained.batches[0].loss_mask
+    chunks, tokens = (np.reshape(one, mask.shape)[mask] for one in (trained.results[0].logprobs, trained.single_tokens))
+    if not mask.any():
+        return {names.MISMATCH_RULE_COUNT: 0.0}
+    mean = float(np.abs(chunks.astype(np.float64) - tokens).mean())
+    return {names.MISMATCH_RULE_COUNT: float(mask.sum()), names.MISMATCH_RULE: mean}
 
 
 def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> Metrics:

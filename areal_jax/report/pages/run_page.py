@@ -265,6 +265,10 @@ def _what_it_learnt(report: Report) -> Table:
             f'(n = {mismatch["n"]})'
         ),
     }
+    if (of_rule := mismatch.get('delta_rule')) is not None:
+        cells["mean difference of log-probs by the form of delta nets' rule, chunks and single tokens"] = (
+            f'{number(of_rule)} nats'
+        )
     if quantized:
         shares = _both(quantized['effective_sample_size'], quantized['ratio_share'], percent)
         label = "quantized engines (rollout.weights='int8'): KL / effective sample size / share of the ratio"

@@ -18,7 +18,7 @@ from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.config.cluster import ENGINES
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Attend, Decoder, Params
-from areal_jax.models.delta_rule import DeltaInputs, DeltaState, Projected, Recur, run_steps
+from areal_jax.models.delta_rule import DeltaState, Recur, run_steps, specs_of
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix, require_experts
 from areal_jax.models.families import ModelConfig, require_delta_heads
@@ -394,7 +394,7 @@ class Placement:
         """Extends `recur` to all heads, like `over_heads`."""
         if self.mesh is None:
             return recur
-        inputs = DeltaInputs(*(_HEADS,) * 5, Projected(*(PartitionSpec(_AXIS),) * 3))
+        inputs = specs_of(_HEADS, PartitionSpec(_AXIS))
         return jax.shard_map(
             recur, mesh=self.mesh, in_specs=(inputs, _DELTA), out_specs=(_HEADS, _DELTA), check_vma=False
         )

@@ -431,18 +431,22 @@ class JaxDecodeBackend:
         states: Sequence[tuple[int, int]] = (),
     ) -> EngineState:
         for each in itertools.zip_longest(_cut(copies), _cut(parts), _cut(states), fillvalue=()):
-            first, last, *of_pools = self.no_copies()
-            for some, of_pool in zip(each, ((first, last), *of_pools), strict=True):
-                for index, copy in enumerate(some if of_pool is not None else ()):
+            first, last, of_parts, of_states = self.no_copies()
+            for some, of_pool in zip(each, ((first, last), of_parts, of_states), strict=True):
+                for index, copy in enumerate(some if of_pool else ()):
+                    assert of_pool is not None
                     of_pool[0][index], of_pool[1][index] = copy
-            state = self.copy_program(state, first, last, *of_pools)
+            state = self.copy_program(state, first, last, of_parts, of_states)
         return state
 
     def no_copies(self) -> tuple[np.ndarray, np.ndarray, HostCopies | None, HostCopies | None]:
         """Returns the arguments of `copy_program` after the state, for copies of padding to itself."""
-        padding = lambda block: (np.full(rows.COPIES, block, np.int32), np.full(rows.COPIES, block, np.int32))
-        of_pools = (padding(pool.padding) if pool else None for pool in (self.windows, self.states))
-        return *padding(self._sizes.padding_block), *of_pools
+        of_parts = _copies_of(self.windows.padding) if self.windows else None
+        return (
+            *_copies_of(self._sizes.padding_block),
+            of_parts,
+            _copies_of(self.states.padding) if self.states else None,
+        )
 
     def _generation(self, decoded: Sequence[DecodeRow]) -> Generation:
         if len(self.generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
@@ -478,6 +482,10 @@ class JaxDecodeBackend:
         states: rows.Copies | None,
     ) -> EngineState:
         return rows.copy_blocks(self._attention, self._decoder.config, state, sources, targets, parts, states)
+
+
+def _copies_of(padding: int) -> HostCopies:
+    return np.full(rows.COPIES, padding, np.int32), np.full(rows.COPIES, padding, np.int32)
 
 
 def _cut(copies: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:

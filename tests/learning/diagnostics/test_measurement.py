@@ -8,8 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from areal_jax.learning.diagnostics.measurement import mismatch_metrics, quantization_metrics, useful_metrics
+from areal_jax.learning.diagnostics.measurement import (
+    mismatch_metrics,
+    quantization_metrics,
+    rule_metrics,
+    useful_metrics,
+)
 from areal_jax.learning.packed_rows import PADDING
+from areal_jax.learning.passes import StepResult, Trained
 from areal_jax.telemetry import names
 from areal_jax.types import PackedBatch
 
@@ -100,3 +106,14 @@ def test_nothing_is_said_of_an_update_without_tokens_of_its_version():
     batch = batch_of([3], [-1.0], [0])
     assert quantization_metrics([batch], [batch.behavior_logprobs], 4) == {}
     assert quantization_metrics([], [], 4) == {}
+
+
+def test_the_difference_by_the_form_of_the_rule_is_the_mean_over_trained_tokens():
+    packed = dataclasses.replace(
+        batch(range(4), [0] * 4), loss_mask=np.array([True, False, True, True]).reshape(1, 1, 4)
+    )
+    result = StepResult({}, [], np.array([-1.0, -9.0, -2.0, -3.0], np.float32).reshape(1, 1, 4))
+    tokens = np.array([-1.5, 0.0, -2.0, -2.0], np.float32).reshape(1, 1, 4)
+    assert rule_metrics(Trained([result], [], [packed])) == {}
+    found = rule_metrics(Trained([result], [], [packed], tokens))
+    assert found == {'mismatch/delta_rule': pytest.approx(0.5), 'mismatch/delta_rule_n': 3}
