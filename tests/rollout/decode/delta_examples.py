@@ -17,7 +17,7 @@ CONFIG = family_examples.CONFIGS['qwen3_5']
 DECODER = Decoder(CONFIG)
 CONTEXT = 256
 PROMPT = np.random.default_rng(3).integers(0, 300, 70)  # ends inside the second chunk
-EXACT = 1e-5  # of log-probs that an engine computes in two ways
+EXACT = 1e-5  # of log-probs that an engine computes in two ways, largest; of an engine and of a learner, mean
 
 
 def assert_near(found, expected, largest=1e-4):

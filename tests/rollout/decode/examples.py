@@ -177,8 +177,7 @@ def whole_attention(q, k, v, _, window):
 def _recur_whole(length):
     """`recur` of a whole sequence."""
     one = jnp.ones((1, length), jnp.int32)
-    row = lambda inputs: inputs._replace(**{name: getattr(inputs, name)[None] for name in inputs._fields[:-1]})
-    return lambda inputs, _: (run_rows(row(inputs), one, one)[0], None)
+    return lambda inputs, _: (run_rows(inputs.map_tokens(lambda x: x[None]), one, one)[0], None)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
