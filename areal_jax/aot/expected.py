@@ -26,12 +26,15 @@ _TAKEN: Mapping[str, tuple[str, ...]] = {
     'collisions': _PASS, 'values': _PASS, 'scan': ('trained', 'optimizer', 'frozen'),
     'add': ('gradients', 'working copy'), 'add_first': ('working copy', 'working copy'),
     'apply': ('trained', 'optimizer', 'gradients'), 'apply_only': ('trained', 'optimizer', 'working copy'),
+    'apply_and_cast': ('trained', 'optimizer', 'gradients'),
+    'apply_only_and_cast': ('trained', 'optimizer', 'working copy'),
 }  # fmt: skip
 _MADE: Mapping[str, tuple[str, ...]] = {
     'export': ('publication',), 'cast': ('working copy',), 'gradients': ('working copy',), 'add': ('gradients',),
     'accumulate': ('gradients',), 'zeros': ('gradients',),
     'add_first': ('gradients',), 'scan': ('trained', 'optimizer'), 'apply': ('trained', 'optimizer'),
     'apply_only': ('trained', 'optimizer'),
+    **dict.fromkeys(('apply_and_cast', 'apply_only_and_cast'), ('trained', 'optimizer', 'working copy')),
 }  # fmt: skip
 # backward is two passes
 _PASSES = {'gradients': 3, 'accumulate': 3, 'scan': 3, 'logprobs': 1, 'loads': 1, 'collisions': 1, 'values': 1}

@@ -66,7 +66,7 @@ def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: S
     if shape.experts:
         choices["experts' products of the learner"] = _choose_products(config.learner.dtype, shape, allocation.learner)
     state = part.described
-    kept = jax.tree.leaves((state.params, state.frozen, state.optimizer, state.reference))
+    kept = jax.tree.leaves((state.params, state.frozen, state.optimizer, state.reference, state.working))
     learner_bytes, engine_bytes = sum(map(bytes_on_device, kept)), 0
     of_engines: list[PlannedProgram] = []
     passed_over = [*layout.passed_over]
@@ -132,7 +132,8 @@ def _learner_programs(
     sums = sum(map(bytes_on_device, jax.tree.leaves(part.described.params)))
     for programs, name, args in part.declared_programs(exports=True):
         read = args[1:] if name in ('accumulate', 'add') else args  # the first is a sum, described as the weights
-        given = {id(leaf) for leaf in jax.tree.leaves(read)}
+        made = part.described.working if name.endswith('cast') else ()  # a new one, counted among its results
+        given = {id(leaf) for leaf in jax.tree.leaves((read, made))}
         beside = others_bytes + sum(bytes_on_device(leaf) for leaf in kept if id(leaf) not in given)
         beside += sums if name == 'gradients' else 0
         rows = next((arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg), ())

@@ -226,7 +226,7 @@ class BlockLearner(SpmdLearner):
         part, state = self.parts[block], self.state
         new = jax.device_put(nest(values.items()), part.programs.definitions.params, may_alias=False)
         if block == self._block:
-            state.params = new
+            state.params, state.working = new, None
         else:
             state.frozen = trees.join(new, trees.split(state.frozen, part.trains)[1])
         self._copy = self._version = None
@@ -242,7 +242,8 @@ class BlockLearner(SpmdLearner):
         whole = trees.join(state.params, state.frozen)
         current = jax.tree.map(_describe_leaf, {'params': whole, 'optimizer': described})
         match_snapshot(self._decoder, saved, current)
-        state.params = state.frozen = state.optimizer = self._copy = self._published = None
+        state.params = state.frozen = state.optimizer = state.working = None
+        self._copy = self._published = None
         first = self.parts[0].programs.definitions
         placed = self._describe(lambda part: part.programs.definitions.state, first.state['step'], blocks)
         over = {'params': trees.join(first.params, first.frozen), 'optimizer': placed}
@@ -260,7 +261,7 @@ class BlockLearner(SpmdLearner):
                 self._moments[self._block] = to_host(state.optimizer[_MOMENTS])
             step, state.optimizer = state.optimizer['step'], None
             trained, state.frozen = trees.split(trees.join(state.params, state.frozen), part.trains)
-            state.params, self._block = None, block
+            state.params, state.working, self._block = None, None, block
             self._begin(part, trained, step)
         if not self.blocks.keeps_moments:
             self._moments.clear()  # a checkpoint at the end of a turn has the moments of the previous block

@@ -322,7 +322,7 @@ class SpmdLearner:
             require_critic(saved['params'])
         match_snapshot(self._decoder, saved, shapes)
         del current
-        state.params = state.frozen = state.optimizer = self._copy = None
+        state.params = state.frozen = state.optimizer = state.working = self._copy = None
         if self._ratio:
             self._ratio.forget()
         shardings = {'params': trees.join(programs.params, programs.frozen), 'optimizer': programs.state}

@@ -297,6 +297,9 @@ class Optimizer:
     schedule: Schedule
     compares: bool = False  # whether the cosine of consecutive gradients is measured
     projects: bool = False  # whether it also shortens a gradient, see brakes.compare_gradients; needs `compares`
+    # Whether a skipped step is computed and not taken, instead of a branch. XLA:CPU keeps the old and the new value of
+    # every leaf then; on accelerators it is the branch that copies them.
+    selects: bool = False
 
     def init(self, params: Tree) -> OptimizerState:
         state = {'transform': self.transform.init(params), 'step': jnp.zeros((), jnp.int32)}
@@ -367,8 +370,11 @@ class Optimizer:
         def skip(params: Tree, state: OptimizerState, gradients: Tree) -> tuple[Tree, OptimizerState]:
             return params, state
 
-        # cond and not a select per leaf, which would keep the old and the new value of every leaf in memory
-        new_params, new_state = jax.lax.cond(applied, step, skip, params, state, gradients)
+        if self.selects:
+            take = lambda new, old: jnp.where(applied, new, old)
+            new_params, new_state = jax.tree.map(take, step(params, state, gradients), (params, state))
+        else:
+            new_params, new_state = jax.lax.cond(applied, step, skip, params, state, gradients)
         metrics = {
             'grad_norm': jnp.where(applied, norm, 0.0),
             'learning_rate': rate,

@@ -137,15 +137,28 @@ class Passes:
         self.programs, self._layout, self._settings = programs, layout, settings
         self._mesh, self._learning_rate = mesh, learning_rate
         self._beside = {} if teacher is None else {'teacher': teacher}
-        # On an accelerator one program is queued behind the running one, so that it does not wait for the host; on a
-        # CPU XLA allocates the temporary memory of each program when it is queued. An accelerator adds gradients in a
-        # program of their own, and not for a single micro-batch. On a CPU the program of a micro-batch adds its own:
-        # XLA rounds the sum together with a gradient's last product there, and the bits of runs stay what they were.
-        self.on_accelerator = mesh.devices.flat[0].platform != 'cpu'
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether steps are made as accelerators like them.
+
+        On an accelerator one program is queued behind the running one, so that it does not wait for the host; on a
+        CPU XLA allocates the temporary memory of each program when it is queued. An accelerator adds gradients in a
+        program of their own, and not for a single micro-batch. On a CPU the program of a micro-batch adds its own:
+        XLA rounds the sum together with a gradient's last product there, and the bits of runs stay what they were.
+        """
+        return self.programs.definitions.on_accelerator
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
-        return state.params if self._settings.learner.dtype == 'float32' else self.programs.run('cast', state.params)
+        if self._settings.learner.dtype == 'float32':
+            return state.params
+        if state.working is not None:
+            return state.working
+        working = self.programs.run('cast', state.params)
+        if self.programs.definitions.keeps_working:
+            state.working = working
+        return working
 
     def step(
         self,
@@ -245,7 +258,7 @@ class Passes:
         settings = self._settings
         working, rate = state.params, describe(np.float32(0), replicated(self._mesh))
         if settings.learner.dtype != 'float32':
-            working = describe_cast(state.params, settings.learner.dtype)
+            working = state.working or describe_cast(state.params, settings.learner.dtype)
             yield 'cast', (state.params,)
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, settings.objective)
@@ -273,13 +286,15 @@ class Passes:
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
-            yield 'apply', (state.params, state.optimizer, state.params, rate)  # sums of gradients are like params
+            # sums of gradients are like params
+            yield self._applying(only=False), (state.params, state.optimizer, state.params, rate)
             if not self.on_accelerator:
                 yield 'zeros', (state.params,)
                 return
-            yield 'add_first', (working, working)
-            yield 'add', (state.params, working)
-            yield 'apply_only', (state.params, state.optimizer, working, rate)
+            gradients = describe_cast(state.params, settings.learner.dtype)
+            yield 'add_first', (gradients, gradients)
+            yield 'add', (state.params, gradients)
+            yield self._applying(only=True), (state.params, state.optimizer, gradients, rate)
 
     def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that `logprobs` runs for such weights."""
@@ -316,15 +331,14 @@ class Passes:
         for microbatch in map(self._layout.place, self._layout.split(rows)):  # the next is placed while one runs
             if len(metrics) > queued:  # queue no more, so that programs of other lanes get a turn
                 jax.block_until_ready(metrics[-1 - queued])
-            given = working, state.frozen, microbatch, scalars
-            gradients, measured, predicted = self._accumulate(gradients, len(metrics), given)
+            gradients, measured, predicted = self._accumulate(
+                gradients, len(metrics), (working, state.frozen, microbatch, scalars)
+            )
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
-        apply = 'apply_only' if self.on_accelerator and len(metrics) == 1 else 'apply'
-        state.params, state.optimizer, step = self.programs.run(
-            apply, state.params, state.optimizer, gradients, self._rate(factor)
-        )
+        del working  # the next copy takes its room
+        step = self._apply(state, gradients, factor, only=len(metrics) == 1)
         del gradients  # no gradients are kept between steps
         whole = self._layout.join_logprobs(logprobs)
         found = [dict(one) for one in jax.device_get(metrics)]
@@ -341,6 +355,21 @@ class Passes:
         if earlier:
             added = self.programs.run('add' if earlier > 1 else 'add_first', gradients, added)
         return added, metrics, logprobs
+
+    def _apply(self, state: LearnerState, gradients: Tree, factor: float, *, only: bool) -> Mapping[str, jax.Array]:
+        """Changes the state by gradients, of the `only` micro-batch or summed; returns the metrics of the step."""
+        state.working = None
+        state.params, state.optimizer, step, *working = self.programs.run(
+            self._applying(only=only), state.params, state.optimizer, gradients, self._rate(factor)
+        )
+        if working:
+            [state.working] = working
+        return step  # type: ignore[no-any-return]
+
+    def _applying(self, *, only: bool) -> str:
+        """The name of the optimizer's program."""
+        name = 'apply_only' if self.on_accelerator and only else 'apply'
+        return f'{name}_and_cast' if self.programs.definitions.keeps_working else name
 
     def _brake(
         self, factor: float, rows: Mapping[str, np.ndarray], logprobs: Sequence[jax.Array]

@@ -88,6 +88,23 @@ class Programs:
     trained: tuple[str, ...] | None = None
     teacher: TeacherForm | None = None  # the teacher that a step itself runs
 
+    @property
+    def on_accelerator(self) -> bool:
+        return bool(self.mesh.devices.flat[0].platform != 'cpu')
+
+    @property
+    def keeps_working(self) -> bool:
+        """Whether the optimizer's program makes the working copy of the next step too, which is kept until then.
+
+        On a CPU each step makes its own, so that none takes memory beside the engines.
+        """
+        learner = self.settings.learner
+        return self.on_accelerator and learner.accumulate == 'dispatch' and learner.dtype != 'float32'
+
+    @property
+    def _stepping(self) -> Optimizer:
+        return dataclasses.replace(self.optimizer, selects=True) if self.on_accelerator else self.optimizer
+
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in new buffers."""
         return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.params)
@@ -182,15 +199,33 @@ class Programs:
     def apply(self) -> jax.stages.Wrapped:
         """(params, state, sum of gradients, learning rate) -> (params, state, step metrics)."""
         shardings = (self.params, self.state, replicated(self.mesh))
-        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
+        return jax.jit(self._stepping.apply, donate_argnums=(0, 1), out_shardings=shardings)
 
     def apply_only(self) -> jax.stages.Wrapped:
         """`apply` for the gradients of the only micro-batch."""
 
         def apply(params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array) -> tuple[Tree, Tree, _Metrics]:
-            return self.optimizer.apply(params, state, self._unscale(gradients), learning_rate)
+            return self._stepping.apply(params, state, self._unscale(gradients), learning_rate)
 
         return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(self.params, self.state, replicated(self.mesh)))
+
+    def apply_and_cast(self) -> jax.stages.Wrapped:
+        """(params, state, sum of gradients, learning rate) -> (params, state, step metrics, working)."""
+        return self._apply_and_cast(lambda gradients: gradients)
+
+    def apply_only_and_cast(self) -> jax.stages.Wrapped:
+        """`apply_and_cast` for the gradients of the only micro-batch."""
+        return self._apply_and_cast(self._unscale)
+
+    def _apply_and_cast(self, unscale: Callable[[Tree], Tree]) -> jax.stages.Wrapped:
+        def apply(
+            params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array
+        ) -> tuple[Tree, Tree, _Metrics, Tree]:
+            params, state, metrics = self._stepping.apply(params, state, unscale(gradients), learning_rate)
+            return params, state, metrics, trees.cast(params, self.settings.learner.dtype)
+
+        shardings = (self.params, self.state, replicated(self.mesh), self.params)
+        return jax.jit(apply, donate_argnums=(0, 1), out_shardings=shardings)
 
     def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
@@ -208,7 +243,7 @@ class Programs:
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             learning_rate, braked = self._brake(learning_rate, rows, logprobs)
-            params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
+            params_after, state, step_metrics = self._stepping.apply(params, state, gradients, learning_rate)
             return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)
@@ -441,13 +476,15 @@ def _key(name: str, args: tuple[Tree, ...]) -> _Key:
 class LearnerState:
     """Trees of arrays over the mesh. The programs of an update donate `params` and `optimizer`.
 
-    Every field that a program donates is replaced by its result at once: its old buffers must not be read again.
+    Every field that a program donates is replaced by its result at once: its old buffers must not be read again. Who
+    gives it other `params` sets `working` to None.
     """
 
     params: Tree  # trained weights, float32
     frozen: Tree  # all other weights, in learner.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
     reference: Tree = None  # trained weights of the reference, in learner.dtype; None if the objective reads none
+    working: Tree = None  # `params` in learner.dtype if Programs.keeps_working; None = not made yet
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
@@ -487,6 +524,7 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
         reference=describe_cast(trees.policy_leaves(params), settings.learner.dtype)
         if REFERENCE in settings.objective.reads
         else None,
+        working=describe_cast(params, settings.learner.dtype) if programs.keeps_working else None,
     )
 
 

@@ -220,6 +220,7 @@ def move_state(state: LearnerState, part: TrainedPart) -> None:
     Moves leaf by leaf: a leaf is copied to the host and its old buffers are freed, so a device never holds it twice.
     """
     shardings = part.programs.definitions
+    state.working = None  # the next step makes it there
     state.params = _move(_take(state, 'params'), shardings.params)
     state.frozen = _move(_take(state, 'frozen'), shardings.frozen)
     state.optimizer = _move(_take(state, 'optimizer'), shardings.state)

@@ -167,9 +167,10 @@ class Training:
             return gradients, rest
 
         def apply() -> Any:
-            state.params, state.optimizer, metrics = learner.programs.run(
-                'apply_only', state.params, state.optimizer, gradients, rate
+            state.params, state.optimizer, metrics, state.working = learner.programs.run(
+                'apply_only_and_cast', state.params, state.optimizer, gradients, rate
             )
+            self._working = state.working
             return state.params, metrics
 
         pieces = {
@@ -178,7 +179,7 @@ class Training:
             'transfer': measure_time(lambda: self._layout.place(one), _REPEATS),
             'cast': measure_time(lambda: learner.programs.run('cast', state.params), _REPEATS),
         }
-        self._working = learner.programs.run('cast', state.params)
+        self._working = state.working = learner.programs.run('cast', state.params)
         pieces['forward_backward'] = measure_time(differentiate, _REPEATS)
         pieces['optimizer'] = measure_time(apply, _REPEATS)
         return pieces

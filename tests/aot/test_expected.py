@@ -9,6 +9,7 @@ from areal_jax.aot.programs import ENGINE, LEARNER, PlannedProgram, plan_program
 from areal_jax.aot.topology import Topology
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.config import TrackedConfig
+from areal_jax.learning.programs import Programs
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.simulation.prices import V5E
@@ -41,6 +42,12 @@ def test_compiled_arguments_and_results_are_those_of_the_dry_run(part, name, fie
     assert found.differs
     assert all(abs(share) <= CLOSE for share in found.differs.values()), found.differs
     assert '    as the dry run says: ' in render(found)
+
+
+@pytest.mark.parametrize('name', ['apply_and_cast', 'apply_only_and_cast', 'add_first'])
+def test_what_only_accelerators_run_has_the_bytes_of_the_dry_run_too(monkeypatch, name):
+    monkeypatch.setattr(Programs, 'on_accelerator', True)
+    test_compiled_arguments_and_results_are_those_of_the_dry_run(LEARNER, name, {})
 
 
 def test_what_a_micro_batch_tells_of_each_token_is_among_its_results():

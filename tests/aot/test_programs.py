@@ -14,6 +14,7 @@ from areal_jax.app.parts.engines import build_backend
 from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
 from areal_jax.config.fields import ConfigError
+from areal_jax.learning.programs import Programs
 from areal_jax.models.decoder import Decoder
 from areal_jax.simulation.prices import V5E
 from areal_jax.telemetry.progress import format_bytes
@@ -73,6 +74,20 @@ def test_state_that_is_no_argument_counts_beside_a_program():
     state = found['accumulate'].beside_bytes  # weights, optimizer: the working copy and gradients are arguments
     assert state > found['export'].beside_bytes > 0  # the optimizer's
     assert found['apply'].beside_bytes == 0
+
+
+def test_a_kept_working_copy_counts_beside_the_programs_that_neither_read_nor_make_it(monkeypatch):
+    fields = CUT | {'learner__dtype': 'bfloat16'}
+    before = {one.name.split()[0]: one.beside_bytes for one in plan(LEARNER, **fields)}
+    monkeypatch.setattr(Programs, 'on_accelerator', True)
+    programs = {one.name.split()[0]: one for one in plan(LEARNER, **fields)}
+    after = {name: one.beside_bytes for name, one in programs.items()}
+    working = programs['cast'].expected.outputs
+    assert after['export'] == before['export'] + working
+    assert after['add'] == after['add_first'] == before['cast'] + programs['cast'].expected.arguments + working
+    assert after['cast'] == before['cast']
+    assert after['apply_and_cast'] == after['apply_only_and_cast'] == before['apply'] == 0
+    assert not {'apply', 'apply_only'} & {*after}
 
 
 def test_what_an_engine_keeps_on_the_learners_devices_counts_beside_its_programs_and_the_other_way_round():

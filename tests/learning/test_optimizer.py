@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,13 +69,27 @@ def test_warm_up_grows_linearly_and_counts_applied_steps():
 @pytest.mark.parametrize(
     ('name', 'bad'), [*((name, np.nan) for name in DIRECTIONS), ('adamw', np.inf), ('adamw', 3e38)]
 )
-def test_non_finite_gradient_changes_no_bit(name, bad):
-    optimizer = make_optimizer(name, weight_decay=0.1)
+@pytest.mark.parametrize('selects', [False, True])
+def test_non_finite_gradient_changes_no_bit(name, bad, selects):
+    optimizer = dataclasses.replace(make_optimizer(name, weight_decay=0.1), selects=selects)
     _, state, _ = _step(optimizer)
     params, after, metrics = _step(optimizer, {'a': jnp.array([1.0, bad]), 'b': jnp.array([[1.0]])}, state=state)
     jax.tree.map(np.testing.assert_array_equal, (params, after), (_PARAMS, state))
     assert float(metrics['skip_count']) == 1.0
     assert float(_step(optimizer)[2]['skip_count']) == 0.0
+
+
+@pytest.mark.parametrize('name', DIRECTIONS)
+def test_a_step_that_selects_is_that_of_a_branch(name):
+    branching = make_optimizer(name, weight_decay=0.1)
+    selecting = dataclasses.replace(branching, selects=True)
+    (params, state, _), (expected, of_branch, _) = _step(selecting), _step(branching)
+    jax.tree.map(
+        lambda new, old: np.testing.assert_allclose(new, old, rtol=1e-6), (params, state), (expected, of_branch)
+    )
+    given = _PARAMS, branching.init(_PARAMS), _GRADIENTS, jnp.float32(0.1)
+    texts = [jax.jit(one.apply).lower(*given).as_text() for one in (branching, selecting)]
+    assert ['stablehlo.case' in text for text in texts] == [True, False]
 
 
 def counted(function):
