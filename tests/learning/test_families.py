@@ -162,7 +162,8 @@ def test_a_mesh_of_eight_changes_nothing(name, mesh, layers):
         update_once(make(**changes), GROUPS) for changes in ({}, {**mesh, 'layers': layers})
     )
     for metric in ('loss/value', 'update/grad_norm', 'mismatch/mean_abs'):
-        np.testing.assert_allclose(metrics[metric], expected[metric], rtol=1e-5, err_msg=metric)
+        rtol = 5e-5 if config.delta else 1e-5
+        np.testing.assert_allclose(metrics[metric], expected[metric], rtol=rtol, err_msg=metric)
     for path, after in jax.tree_util.tree_leaves_with_path(weights):
         before, other = (functools.reduce(lambda tree, key: tree[key.key], path, t) for t in (params, found))
         step = np.linalg.norm(np.asarray(after) - np.asarray(before))
@@ -187,7 +188,7 @@ def test_adapters_compute_what_the_merged_weights_do(name):
     run = compiled(config, 'blocked')  # as above; no attention may make a difference
     (_, merged), _ = run(merge_adapters(adapted, lora), shared_row(), ones)
     (_, plain), _ = run(params, shared_row(), ones)
-    np.testing.assert_allclose(found[0], merged[0], atol=3e-5)
+    np.testing.assert_allclose(found[0], merged[0], atol=3e-4 if config.delta else 3e-5)
     assert np.abs(np.asarray(found[0]) - np.asarray(plain[0])).max() > 0.01
     for layer in gradient['layers'].values():
         assert np.linalg.norm(layer.get('attention', layer.get('delta'))['query']['lora_a']) > 0
