@@ -109,6 +109,11 @@ class StatePool:
         return len(self._free)
 
     @property
+    def empty(self) -> frozenset[int]:
+        """The places that hold nothing."""
+        return frozenset(self._free)
+
+    @property
     def snapshots(self) -> int:
         return len(self._snapshots)
 

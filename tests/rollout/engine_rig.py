@@ -1,4 +1,4 @@
-"""One engine around the toy backend (tests/toys.py) under the virtual clock, and a script that drives it."""
+"""One engine around the toy backend (tests/toys.py) or another under the virtual clock, and a script that drives it."""
 
 import numpy as np
 
@@ -32,13 +32,15 @@ class Rig:
         prices=PRICES,
         failure=IN_TRAINING,
         on_failed_dispatch=None,
+        inner=None,
+        params=(0, 0),
         **backend,
     ):
         self.log = EventLog()
         self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, prices | {'script': 1.0})
-        self.supervisor, self.backend = Supervisor(self.clock), ToyBackend(slots, **backend)
+        self.supervisor, self.backend = Supervisor(self.clock), inner or ToyBackend(slots, **backend)
         self.engine = LocalEngine(
-            0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),
+            0, self.backend, self.clock, self.log, receive=receive, version=0, params=params,
             rollout=RolloutSection(kv_policy=kv_policy, decode_steps=decode_steps),
             token_bytes=token_bytes, failure=failure,
             on_failed_dispatch=on_failed_dispatch,

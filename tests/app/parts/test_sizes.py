@@ -83,6 +83,21 @@ def test_an_engine_that_cuts_its_experts_holds_a_part_of_them_and_the_whole_cach
     assert one.engines['publication'] - two.engines['publication'] == 2 * 4 * saved  # two versions of float32
 
 
+@pytest.mark.parametrize('fields', [{}, {'publication__dtype': 'bfloat16', 'rollout__state_snapshots': 7}])
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_the_cache_of_an_engine_of_a_hybrid_is_that_of_its_states_and_blocks(tensor, fields):
+    heads = {'model__n_layers': 4, 'model__n_heads': 4, 'model__n_kv_heads': 2}
+    config = TrackedConfig(
+        small_config(model__family='qwen3_5_text', cluster__engines=f'1 x tensor={tensor}', **heads, **fields)
+    )
+    shape, devices = read_shape(config), tuple(jax.devices()[:tensor])
+    assert shape.n_delta_layers == 3
+    backend = build_backend(config, Decoder(shape), devices)
+    told = sizes.cache_bytes(config, shape, devices)
+    assert told == pytest.approx(nbytes(backend.initial_state()), rel=0.02)
+    assert told == pytest.approx(backend.state_bytes / tensor, rel=0.02)
+
+
 def test_gradients_and_moments_are_those_of_the_largest_block():
     config, found = measured(optimizer__blocks=3, model__n_layers=3)
     whole = measured(model__n_layers=3)[1].learner

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.delta_rule import run_rows
 from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
@@ -173,9 +174,16 @@ def whole_attention(q, k, v, _, window):
     return jnp.einsum('hqk,khd->qhd', weights, v), None
 
 
+def _recur_whole(length):
+    """`recur` of a whole sequence."""
+    one = jnp.ones((1, length), jnp.int32)
+    return lambda inputs, _: (run_rows(inputs.map_tokens(lambda x: x[None]), one, one)[0], None)
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _forward(params, tokens, decoder, attend):
-    hidden, _ = decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)
+    recur = _recur_whole(len(tokens)) if decoder.config.delta else None
+    hidden, _ = decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend, recur=recur)
     return decoder.logits(params, hidden)
 
 

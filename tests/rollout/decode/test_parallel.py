@@ -13,6 +13,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode import generate as parallel
 from areal_jax.sharding.placement import move_to
 from tests.models import family_examples
+from tests.models.family_examples import HYBRIDS
 from tests.rollout.decode.examples import DECODER, Decoding, build, forward_logprobs, request, weights
 
 PAIRS = jax.devices()[2:4], jax.devices()[4:6]  # '2 x tensor=2' behind a learner of two devices
@@ -141,7 +142,11 @@ def test_devices_that_do_not_divide_the_heads_are_refused(devices):
 
 @pytest.mark.parametrize(
     ('name', 'expert'),
-    [('gpt_oss', 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ('gpt_oss', 'gemma3'))],
+    [
+        ('gpt_oss', 2),
+        ('qwen3_5', 1),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ('gpt_oss', 'gemma3', *HYBRIDS[1:])),
+    ],
 )
 def test_families_decode_over_two_devices_what_one_device_does(name, expert):
     config = family_examples.CONFIGS[name]

@@ -94,13 +94,12 @@ def test_adapters_are_refused():
 @pytest.mark.parametrize(
     'name',
     [
-        pytest.param(name, marks=[] if name in ('gemma3', 'yarn') else [pytest.mark.slow])
-        for name in family_examples.NAMES
-        if name != 'gpt_oss'
+        pytest.param(name, marks=[] if name in ('gemma3', 'qwen3_5') else [pytest.mark.slow])
+        for name, config in family_examples.CONFIGS.items()
+        if not config.experts
     ],
 )
 def test_dense_families_decode_what_their_layers_in_8_bits_compute(name):
-    # of gpt-oss the experts are not quantized: refused as for every model with experts
     config = family_examples.CONFIGS[name]
     params = family_examples.draw(config)
     wanted = {0: request(prompt=np.arange(40, 51), new=10), 1: request(3, prompt=[7], new=12)}
@@ -115,3 +114,10 @@ def test_dense_families_decode_what_their_layers_in_8_bits_compute(name):
         np.testing.assert_allclose(decoding.logprobs(number), expected, atol=2e-4)
         exact = forward_logprobs(*about, params=params, decoder=Decoder(config))
         assert np.abs(decoding.logprobs(number) - exact).max() > 1e-4
+
+
+@pytest.mark.parametrize('name', [name for name, config in family_examples.CONFIGS.items() if config.experts])
+def test_models_with_experts_are_refused(name):
+    config = family_examples.CONFIGS[name]
+    with pytest.raises(ConfigError, match=f"weights='int8' with {config.experts.count} experts: .* use 'published'"):
+        build(Decoder(config), weights='int8')

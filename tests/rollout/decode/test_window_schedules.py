@@ -57,7 +57,7 @@ class HostBackend:
 
 
 class HostRecorder(Recorder):
-    def _write_nan(self, state, blocks, offsets, parts):
+    def _write_nan(self, state, blocks, offsets, parts, states):
         return state
 
 
