@@ -64,6 +64,7 @@ setup(
         'chex>=0.1.90',
         'orbax-checkpoint>=0.12.8,<0.13',
         'tensorstore>=0.1.80',
+        'ml-dtypes!=0.7.0',  # of jax; this release takes 0.6 s of a processor to import, 0.6.0 took 5 ms
         'numpy>=2.0',
         'scipy>=1.14',  # quantiles of Student's t, the bootstrap of a sweep; jax requires it too
         'safetensors>=0.6',
@@ -114,6 +115,7 @@ setup(
             'scikit-learn>=1.5',  # benchmarks/digits.py
             'pytest>=8',
             'pytest-xdist>=3.6',
+            'zstandard>=0.23',  # jax packs the programs that the tests keep with it, in a sixth of the time of zlib
             'hypothesis>=6',
             'ruff==0.17.5',
             'mypy>=1.15',

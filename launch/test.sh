@@ -7,6 +7,7 @@ source launch/environment.sh
 make_environment dev
 add_compiled 'reasoning-gym>=0.1.25' reasoning_gym
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
+"$PYTHON" -m compileall -qq areal_jax
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
 nice "$PYTHON" -m mypy & # on what the tests leave of the cores

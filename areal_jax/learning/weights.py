@@ -163,9 +163,10 @@ def require_finite_shards(tree: Tree, what: str, fix: str) -> None:
 
 def _count_here(leaf: jax.Array, count: jax.stages.Wrapped) -> int:
     """Counts the values that are not finite; runs no program if they are in the memory of the host."""
-    view = host_view(leaf)
-    found = None if view is None else sum_words(view)
-    return int(jax.device_get(count(leaf))) if found is None else found[2]
+    held = leaf.addressable_shards if leaf.is_fully_addressable else []
+    views = [host_view(shard.data) for shard in held if shard.replica_id == 0]
+    found = [sums[2] for view in views if view is not None and (sums := sum_words(view)) is not None]
+    return sum(found) if views and len(found) == len(views) else int(jax.device_get(count(leaf)))
 
 
 def _refuse(leaves: Mapping[str, jax.Array], counts: Mapping[str, int], what: str, fix: str) -> None:

@@ -308,6 +308,8 @@ def _with_adapters(rows: Iterable[Weight], targets: tuple[str, ...] | None = Non
 
 # Drawing of initial weights, from the table of weights.
 
+_SMALL = 65536  # numbers of a leaf that is copied rather than given a program of its own
+
 
 def complete(
     table: Mapping[str, WeightSpec], given: Params, n_layers: int, seed: int, scale: float, embedding_scale: float
@@ -325,16 +327,22 @@ def complete(
 
 def _draw(key: jax.Array, path: str, spec: WeightSpec, n_layers: int, scale: float) -> jax.Array:
     if spec.init in (Init.ONES, Init.ZEROS):
-        return jnp.full(spec.shape, float(spec.init is Init.ONES), jnp.float32)
-    own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return jnp.asarray(np.full(spec.shape, float(spec.init is Init.ONES), np.float32))
+    key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     if spec.init is Init.LOG_RATE:
-        return jnp.log(jax.random.uniform(own, spec.shape, jnp.float32, 1e-3, 16.0))
+        return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 1e-3, 16.0))
     if spec.init is Init.TAPS:
-        return _normal(own, spec.shape, 1 / math.sqrt(spec.shape[-1]))
-    deviation = scale / math.sqrt(spec.shape[1 if spec.init in (Init.TABLE, Init.LOOKUP) else -2])
+        deviation = 1 / math.sqrt(spec.shape[-1])
+    else:
+        deviation = scale / math.sqrt(spec.shape[1 if spec.init in (Init.TABLE, Init.LOOKUP) else -2])
     if spec.init is Init.RESIDUAL:
         deviation /= math.sqrt(2 * n_layers)  # so that the variance of the residual stream does not grow with depth
-    return _normal(own, spec.shape, deviation)
+    count = math.prod(spec.shape)
+    if count > _SMALL or isinstance(key, jax.core.Tracer):
+        return _normal(key, spec.shape, deviation)
+    # a number depends on its place alone, not on how many there are: small leaves have a program by power of two
+    drawn = np.asarray(_normal(key, (1 << (count - 1).bit_length(),), deviation))
+    return jnp.asarray(drawn[:count].reshape(spec.shape))
 
 
 @functools.partial(jax.jit, static_argnums=1)  # one program per shape, not one per leaf

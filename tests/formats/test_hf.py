@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.formats.hf_directory import WeightsError, from_hf_names, to_hf_names
+from areal_jax.formats.hf_directory import WeightsError, from_hf_names, hf_tensors, to_hf_names
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import path_name
 from tests.models import family_examples
 
 TIED = ModelConfig(
@@ -99,6 +100,8 @@ def test_adapters_are_refused():
 def test_every_leaf_of_every_family_has_a_name():
     for config in FAMILIES:
         named = to_hf_names(numpy_params(config), config)
-        assert len(named) == len(jax.tree.leaves(Decoder(config).abstract()))
-        assert ('model.layers.0.self_attn.q_norm.weight' in named) == (config.qk_norm or config.whole_qk_norm)
-        assert ('model.layers.0.self_attn.k_proj.bias' in named) == config.qkv_bias
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(Decoder(config).abstract())]
+        assert {tensor.path for tensor in hf_tensors(config)} == set(paths)
+        module = f'model.layers.{next(filter(lambda i: config.mixer(i) == "attention", range(3)))}.self_attn'
+        assert (f'{module}.q_norm.weight' in named) == (config.qk_norm or config.whole_qk_norm)
+        assert (f'{module}.k_proj.bias' in named) == config.qkv_bias

@@ -25,8 +25,11 @@ ROW = 40  # places
 
 
 def shared_row(tokens=TOKENS):
-    """A prompt with two answers and padding, in one row; every answer's tokens are predicted."""
-    row = {name: np.zeros((1, ROW), np.int32) for name in ('tokens', 'positions', 'segment_ids', 'parent_ids')}
+    """A prompt with two answers and padding, in one row; every answer's tokens are predicted.
+
+    With a row of padding, so that one program computes these rows and those of `rows_apart`.
+    """
+    row = {name: np.zeros((2, ROW), np.int32) for name in ('tokens', 'positions', 'segment_ids', 'parent_ids')}
     row['tokens'][0, : len(tokens)] = tokens
     sources, start = [], 0
     for number, length in enumerate((PROMPT, *ANSWERS), start=1):
@@ -37,19 +40,24 @@ def shared_row(tokens=TOKENS):
         if number > 1:
             sources += [PROMPT - 1, *range(start, start + length - 1)]
         start += length
-    targets = tokens[PROMPT:]
-    return {**row, 'sources': np.array([sources], np.int32), 'targets': targets[None]}
+    return {**row, 'sources': with_padding(sources), 'targets': with_padding(tokens[PROMPT:])}
+
+
+def with_padding(values):
+    """A row of values, and one of zeros."""
+    values = np.asarray(values)
+    return np.stack([values, np.zeros_like(values)]).astype(np.float32 if values.dtype.kind == 'f' else np.int32)
 
 
 def rows_apart():
-    """Each answer behind its own copy of the prompt, a row each; the shorter one has predictions of padding."""
+    """Each answer behind its own copy of the prompt, a row each, with predictions of padding."""
     rows = []
     for answer in np.split(TOKENS[PROMPT:], [ANSWERS[0]]):
         tokens, length = np.concatenate([TOKENS[:PROMPT], answer]), PROMPT + len(answer)
         row = {name: np.zeros(ROW, np.int32) for name in ('tokens', 'positions', 'segment_ids', 'parent_ids')}
         row['tokens'][:length], row['positions'][:length] = tokens, np.arange(length)
         row['segment_ids'][:length] = row['parent_ids'][:length] = 1
-        more = ANSWERS[0] - len(answer)
+        more = sum(ANSWERS) - len(answer)
         row['sources'] = np.pad(np.arange(PROMPT - 1, length - 1), (0, more)).astype(np.int32)
         row['targets'] = np.pad(answer, (0, more)).astype(np.int32)
         rows.append(row)
@@ -58,13 +66,12 @@ def rows_apart():
 
 def by_answer(values):
     """Values of the predictions of `shared_row` as `rows_apart` has them."""
-    first, second = np.split(values, [ANSWERS[0]])
-    return np.stack([first, np.pad(second, (0, ANSWERS[0] - ANSWERS[1]))])
+    return np.stack([np.pad(own, (0, len(values) - len(own))) for own in np.split(values, [ANSWERS[0]])])
 
 
 def of_answers(rows):
     """The inverse of `by_answer`."""
-    return np.concatenate([rows[0], rows[1, : ANSWERS[1]]])
+    return np.concatenate([rows[0, : ANSWERS[0]], rows[1, : ANSWERS[1]]])
 
 
 @functools.cache
@@ -84,7 +91,7 @@ def test_answers_that_share_their_prompt_are_as_apart(name, attention):
     config, rng = CONFIGS[name], np.random.default_rng(1)
     params, weights = draw(config), rng.normal(size=sum(ANSWERS)).astype(np.float32)
     run = compiled(config, attention)
-    (_, packed), gradient = run(params, shared_row(), weights[None])
+    (_, packed), gradient = run(params, shared_row(), with_padding(weights))
     (_, apart), expected = run(params, rows_apart(), by_answer(weights))
     np.testing.assert_allclose(packed[0], of_answers(apart), atol=3e-5)
     # delta nets divide by the length of a head's output, which may be small; see the test in float64
@@ -113,7 +120,7 @@ def test_in_float64_answers_of_hybrids_that_share_their_prompt_are_as_apart_to_t
 def test_a_token_of_a_neighbour_changes_no_bit(name):
     config = CONFIGS[name]
     params, run = draw(config), compiled(config, 'blocked')
-    ones = np.ones((1, sum(ANSWERS)), np.float32)
+    ones = with_padding(np.ones(sum(ANSWERS), np.float32))
     before = np.asarray(run(params, shared_row(), ones)[0][1])[0]
     changed = TOKENS.copy()
     changed[PROMPT + 1] = (changed[PROMPT + 1] + 1) % 300  # of the first answer
@@ -155,7 +162,8 @@ def test_a_mesh_of_eight_changes_nothing(name, mesh, layers):
         update_once(make(**changes), GROUPS) for changes in ({}, {**mesh, 'layers': layers})
     )
     for metric in ('loss/value', 'update/grad_norm', 'mismatch/mean_abs'):
-        np.testing.assert_allclose(metrics[metric], expected[metric], rtol=1e-5, err_msg=metric)
+        rtol = 5e-5 if config.delta else 1e-5
+        np.testing.assert_allclose(metrics[metric], expected[metric], rtol=rtol, err_msg=metric)
     for path, after in jax.tree_util.tree_leaves_with_path(weights):
         before, other = (functools.reduce(lambda tree, key: tree[key.key], path, t) for t in (params, found))
         step = np.linalg.norm(np.asarray(after) - np.asarray(before))
@@ -175,11 +183,12 @@ def test_adapters_compute_what_the_merged_weights_do(name):
     abstract = Decoder(config, lora=lora).abstract()
     noise = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(np.float32), abstract)
     adapted = attach_adapters(params, noise)
-    ones = np.ones((1, sum(ANSWERS)), np.float32)
+    ones = with_padding(np.ones(sum(ANSWERS), np.float32))
     (_, found), gradient = compiled(config, 'dense', lora)(adapted, shared_row(), ones)
-    (_, merged), _ = compiled(config, 'dense')(merge_adapters(adapted, lora), shared_row(), ones)
-    (_, plain), _ = compiled(config, 'dense')(params, shared_row(), ones)
-    np.testing.assert_allclose(found, merged, atol=3e-5)
-    assert np.abs(np.asarray(found) - np.asarray(plain)).max() > 0.01
+    run = compiled(config, 'blocked')  # as above; no attention may make a difference
+    (_, merged), _ = run(merge_adapters(adapted, lora), shared_row(), ones)
+    (_, plain), _ = run(params, shared_row(), ones)
+    np.testing.assert_allclose(found[0], merged[0], atol=3e-4 if config.delta else 3e-5)
+    assert np.abs(np.asarray(found[0]) - np.asarray(plain[0])).max() > 0.01
     for layer in gradient['layers'].values():
         assert np.linalg.norm(layer.get('attention', layer.get('delta'))['query']['lora_a']) > 0

@@ -73,9 +73,9 @@ def packed_differences(name: str) -> tuple[float, float]:
     forward.packed_rows_attention = attend  # whose backends refuse float64
     config = packed.CONFIGS[name]
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), packed.draw(config))
-    weights = np.random.default_rng(1).normal(size=sum(packed.ANSWERS))
+    weights = np.random.default_rng(1).normal(size=sum(packed.ANSWERS)).astype(np.float32)
     run = packed.compiled(config, 'dense')
-    (_, found), gradient = run(params, packed.shared_row(), weights[None])
+    (_, found), gradient = run(params, packed.shared_row(), packed.with_padding(weights))
     (_, apart), expected = run(params, packed.rows_apart(), packed.by_answer(weights))
     assert found.dtype == np.float64
     error = lambda one, other: float(np.linalg.norm(one - other) / np.linalg.norm(other))

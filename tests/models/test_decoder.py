@@ -295,14 +295,19 @@ _QUICK = {(name, None, 'list') for name in VARIANTS} | {
 def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
     rows, columns = (Decoder(VARIANTS[name], layers=layers, lora=lora, tokens=tokens) for tokens in ('rows', 'columns'))
     params = scattered(rows.init(5))
-    key = jax.random.key(0)  # adapters that are not 0
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(key, leaf.shape), params)
-    state = jax.jit(lambda p: hidden_of(rows, p))(params)
-    turned = jax.jit(lambda p: hidden_of(columns, columns.prepare(p)))(params)
+    rng = np.random.default_rng(0)  # adapters that are not 0
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape).astype(np.float32), params)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(decoder, params):
+        prepared = decoder.prepare(params)
+        state = hidden_of(decoder, prepared)
+        return state, decoder.logits(prepared, state)
+
+    (state, expected), (turned, logits) = run(rows, params), run(columns, params)
     assert turned.shape == (rows.config.d_model, len(TOKENS))
     assert_close(turned.T, state)
-    logits = logits_of(columns)(columns.prepare(params))
-    assert_close(logits, rows.logits(params, state))
+    assert_close(logits, expected)
 
 
 @needs_kernels

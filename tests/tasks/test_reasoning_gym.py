@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -13,7 +14,9 @@ from areal_jax.tasks.task import ListedTask, TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
 
-pytest.importorskip('reasoning_gym', reason='one of its packages needs a C compiler')
+# importing it takes more than a second
+NO_GYM = importlib.util.find_spec('reasoning_gym') is None
+pytestmark = pytest.mark.skipif(NO_GYM, reason='one of its packages needs a C compiler')
 
 MIX = ('basic_arithmetic', 'chain_sum', 'products')
 ASCII = ''.join(map(chr, range(32, 127)))

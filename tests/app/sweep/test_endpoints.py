@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # imports scipy.stats, which takes a second, where that is used
 
 from areal_jax.app.sweep.endpoints import (
     BOOTSTRAP_SEEDS,

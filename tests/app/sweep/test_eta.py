@@ -18,7 +18,7 @@ from areal_jax.text.tokenizer import CharacterTokenizer
 FILE = 'configs/sweeps/eta.py'
 SHORT = {
     'run.steps': 8, 'model.n_layers': 1, 'model.d_model': 32, 'rollout.slots': 8,
-    'rollout.group_size': 4, 'learner.groups_per_update': 4,
+    'rollout.group_size': 4, 'learner.groups_per_update': 4, 'telemetry.plots': False,
 }  # fmt: skip
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from areal_jax.app.sweep import arms as arms_of
+from areal_jax.app.sweep import sweep_page
 from tests.app.sweep.toy_sweep import PROGRAM, ROOT, TOY, ToySweep
 from tests.tasks.process_table import all_end
 from tests.telemetry.test_bar import read_all, show, start_on_terminal
@@ -38,7 +39,8 @@ def pids(sweep, arms):
 
 
 def test_all_arms_run_once_and_the_table_has_means_and_paired_differences(tmp_path, monkeypatch, capsys):
-    sweep = ToySweep(tmp_path, GRID)
+    sweep, drawn, write = ToySweep(tmp_path, GRID), [], sweep_page.write_plots
+    monkeypatch.setattr(sweep_page, 'write_plots', lambda *given: drawn.extend(write(*given)) or drawn)
     assert sweep.run(monkeypatch, '--jobs=3', draws=True) == 0
     assert all(len(pids(sweep, [name])) == 1 for name in GRID)
     rows = table(sweep)
@@ -61,7 +63,9 @@ def test_all_arms_run_once_and_the_table_has_means_and_paired_differences(tmp_pa
     assert {'plots/reward.png', 'plots/endpoints.png'} <= {
         str(path.relative_to(sweep.workdir)) for path in sweep.workdir.rglob('*.png')
     }
-    # once more: nothing runs again, and the table is made again
+    # once more: nothing runs again, and the table is made again; the same pictures, which are not drawn again here
+    monkeypatch.setattr(sweep_page, 'write_plots', lambda *given: drawn)
+    monkeypatch.setattr(sweep_page, 'render_html', lambda results: '')
     (sweep.workdir / 'results.md').unlink()
     assert sweep.run(monkeypatch, draws=True) == 0
     assert (sweep.workdir / 'results.md').read_text() == page

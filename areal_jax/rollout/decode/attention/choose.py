@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention.backends import AttentionError, describe_device, is_attached
+from areal_jax.models.attention.backends import AttentionError, describe_device, is_attached, jax_settings
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.loops import (
     BlocksFirst,
@@ -191,7 +191,9 @@ _ALLOWED_FLOAT32_ON_CPU = 1e-4
 def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[CacheAttention, tuple[str, ...]]:
     """Returns (the attention for this device, why 'auto' rejected faster ones); see choose_implementation.
 
-    Programs in plain JAX, which run everywhere, are not checked, and nothing is on a device that is only described.
+    Programs in plain JAX, which run everywhere, are not checked, and nothing is on a device that is only described. A
+    process checks a kernel once for each demand: further engines, on devices of the same kind, take the result.
+
     Raises AttentionError if a kernel that was requested by name fails its check.
     """
     rejected: dict[str, str] = {}
@@ -200,12 +202,22 @@ def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[Cache
         try:
             attention = IMPLEMENTATIONS[name].make(demand)
             if IMPLEMENTATIONS[name].is_kernel and is_attached(device):
-                self_check(attention, demand, device)
+                _check_once(IMPLEMENTATIONS[name], demand, device)
             return attention, tuple(rejected.values())
         except AttentionError as error:
             if impl != 'auto':
                 raise
             rejected[name] = str(error)
+
+
+_PASSED: set[tuple[Implementation, Demand, tuple[str, tuple[int, int] | None], str]] = set()
+
+
+def _check_once(implementation: Implementation, demand: Demand, device: jax.Device) -> None:
+    key = implementation, demand, describe_device(device), jax_settings()
+    if key not in _PASSED:
+        self_check(implementation.make(demand), demand, device)
+        _PASSED.add(key)
 
 
 def self_check(attention: CacheAttention, demand: Demand, device: jax.Device) -> float:

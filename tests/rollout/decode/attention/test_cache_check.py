@@ -223,6 +223,24 @@ def test_auto_passes_over_a_kernel_that_fails_its_check_and_says_why():
             choose_checked('pallas_gpu', SMALL, Pretended())
 
 
+def test_a_process_checks_a_kernel_once_for_each_demand_and_again_one_that_failed(monkeypatch):
+    checked, kernel = [], dataclasses.replace(check.IMPLEMENTATIONS['loops'], is_kernel=True)
+    monkeypatch.setitem(check.IMPLEMENTATIONS, 'loops', kernel)
+
+    def note(attention, demand, device):
+        checked.append((attention.name, demand, device.id))
+        if len(checked) == 1:
+            raise AttentionError('fails at first')
+
+    monkeypatch.setattr(check, 'self_check', note)
+    first, second, *_ = jax.local_devices()
+    with pytest.raises(AttentionError, match='fails at first'):
+        choose_checked('loops', SMALL, first)
+    for demand, where in ((SMALL, first), (SMALL, second), (WINDOWED, second), (SMALL, first)):
+        assert choose_checked('loops', demand, where)[0].name == 'loops'
+    assert checked == [('loops', SMALL, 0), ('loops', SMALL, 0), ('loops', WINDOWED, 1)]
+
+
 def test_on_a_device_that_is_only_described_nothing_is_checked():
     attention, reasons = choose_checked('auto', SMALL, device('gpu', '9.0'))  # no process has this device
     assert (attention.name, reasons) == ('pallas_gpu', ())
