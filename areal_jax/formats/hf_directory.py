@@ -331,11 +331,12 @@ def _place_all(
     done, total = 0, sum(tensor.nbytes for tensor in stored.values())
     for path, tensors in _leaves(config, layers).items():
         sources = [tensor.find_in(stored[tensor.name]) for tensor in tensors]
-        first, last = tensors[0], tensors[-1]
-        places = [_place_in(tensor, layers) for tensor in tensors]
+        first = tensors[0]
+        ranks = {layer: rank for rank, layer in enumerate(dict.fromkeys(tensor.layer for tensor in tensors))}
+        places = [_place_in(tensor, ranks[tensor.layer] if layers == 'stacked' else None) for tensor in tensors]
         as_stored = str(DTYPES.get(sources[0].stored_as, np.dtype(np.float32)))
         leaf = _place(
-            (*(number + 1 for number in _place_in(last, layers)), *first.leaf_shape),
+            (*(number + 1 for number in places[-1]), *first.leaf_shape),
             leaf_at(shardings, path) if isinstance(shardings, Mapping) else shardings,
             jnp.dtype(leaf_dtype(path, dtype or as_stored)),
             list(zip(places, sources, strict=True)),
@@ -355,9 +356,12 @@ def _leaves(config: ModelConfig, layers: str) -> dict[str, list[HfTensor]]:
     return leaves
 
 
-def _place_in(tensor: HfTensor, layers: str) -> tuple[int, ...]:
-    """The place of a tensor in its leaf: its indices along the axes of layers and experts that the leaf has."""
-    numbers = tensor.layer if layers == 'stacked' else None, tensor.expert
+def _place_in(tensor: HfTensor, rank: int | None) -> tuple[int, ...]:
+    """The place of a tensor in its leaf: its indices along the axes of layers and experts that the leaf has.
+
+    `rank` is the number of its layer among the layers that have the leaf, if that has an axis of them and not None.
+    """
+    numbers = rank if tensor.layer is not None else None, tensor.expert
     return tuple(number for number in numbers if number is not None)
 
 

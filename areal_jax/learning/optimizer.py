@@ -225,14 +225,14 @@ DIRECTIONS: Mapping[str, Callable[[OptimizerSection], optax.GradientTransformati
 def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
     """Decoupled weight decay of projections, adapters and an untied head only.
 
-    Norms, biases and the embedding (tied or not) do not decay. A leaf that stacks layers has one axis
+    Norms, biases, taps and the embedding (tied or not) do not decay. A leaf that stacks layers has one axis
     more than a matrix.
     """
 
     def decay(path: KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         name = path_name(path)
         # a leaf of experts is a stack of matrices, or of biases
-        is_matrix = param.ndim - is_stacked(name) >= 2 and not name.endswith('_bias')
+        is_matrix = param.ndim - is_stacked(name) >= 2 and not name.endswith(('_bias', '_taps'))
         return update + weight_decay * param if is_matrix and name != 'embedding' else update
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(decay, updates, params))

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, Sharding
 
 from areal_jax.errors import UserError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.weights import is_adapter, leaf_dtype, merge_adapters, unstack_layers
+from areal_jax.models.weights import is_adapter, leaf_dtype, list_layers, merge_adapters, unstack_layers
 from areal_jax.native.arrays import host_view, sum_words
 from areal_jax.sharding.placement import Region, place_regions, view_shards
 from areal_jax.sharding.rules import WeightAxes, path_name, replicated
@@ -278,7 +278,9 @@ def match_snapshot(
 
 
 def _listed(decoder: Decoder, tree: Tree) -> Tree:
-    return unstack_layers(tree, decoder.config.n_layers) if decoder.layers == 'stacked' else tree
+    if decoder.layers != 'stacked':
+        return tree
+    return unstack_layers(tree, decoder.config.n_layers, list_layers(decoder.config, decoder.lora))
 
 
 class _StoredLeaf(Protocol):

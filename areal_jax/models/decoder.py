@@ -28,7 +28,7 @@ from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
 from areal_jax.models.rotary import no_rotation, rotary
 from areal_jax.models.weight_rows import MixerKind
-from areal_jax.models.weights import FORMS, Lora, Params, map_matrices, nest, stack_layers, weight_table
+from areal_jax.models.weights import FORMS, Lora, Params, leaf_at, map_matrices, nest, stack_layers, weight_table
 from areal_jax.types import Tree
 
 # (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window, of a model with sinks also `sinks` [H]) ->
@@ -95,10 +95,6 @@ class Decoder:
         self._table = weight_table(config, lora)
         self._kinds = [(config.kind(layer), config.has_experts(layer)) for layer in range(config.n_layers)]
         graphs = {_graph_of(kind) for kind in self._kinds}
-        if layers == 'stacked' and len(graphs) > 1:
-            what = 'mixer' if len({mixer for mixer, _ in graphs}) > 1 else 'MLP'
-            some = 'some have delta nets' if what == 'mixer' else 'some have experts'
-            raise ConfigError(f"learner.layers='stacked' needs layers with the same {what}, and {some}: use 'list'")
         self._layer_graphs = {graph: _layer_graph(config, lora, self._form, *graph) for graph in graphs}
 
     def __eq__(self, other: object) -> bool:
@@ -124,10 +120,11 @@ class Decoder:
 
     def abstract(self) -> Params:
         """Shape and dtype of every leaf, as jax.ShapeDtypeStruct."""
-        n, stacked = self.config.n_layers, self.layers == 'stacked'
+        stacked = self.layers == 'stacked'
         leaves: list[tuple[str, jax.ShapeDtypeStruct]] = []
         for spec in self._table.values():
-            leaf = jax.ShapeDtypeStruct((n, *spec.shape) if stacked and spec.in_layers else spec.shape, jnp.float32)
+            shape = (len(spec.layers), *spec.shape) if stacked and spec.in_layers else spec.shape
+            leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
             leaves += [(path, leaf) for path in ([spec.stacked_path] if stacked else spec.paths)]
         return nest(leaves)
 
@@ -199,7 +196,9 @@ class Decoder:
         c = self.config
         x, rotations = self._enter(params, tokens, positions)
         x = constrain(x)
-        run = self._run_stacked if self.layers == 'stacked' else self._run_list
+        run = self._run_list
+        if self.layers == 'stacked':
+            run = self._run_stacked if len(self._layer_graphs) == 1 else self._run_periods
         count = jnp.int32(len(tokens)) if wanted is None else wanted
         routing = routing or Routing()
         if wanted is not None:
@@ -344,6 +343,38 @@ class Decoder:
         joined = parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: jnp.concatenate(p), *parts)
         return x, *joined
 
+    def _run_periods(
+        self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock, recorded: jax.Array | None
+    ) -> tuple[jax.Array, Tree, Routed | None]:
+        """Scans over periods of layers, such as three delta nets and an attention, whose leaves differ."""
+        assert cache is None, 'an engine has its layers listed'
+        size = _find_period(self._kinds)
+        repeats, pattern = self.config.n_layers // size, self._kinds[:size]
+        fold = lambda leaf: leaf.reshape(repeats, len(leaf) // repeats, *leaf.shape[1:])
+        blocks = {kind: make(kind) for kind in set(pattern)}
+        specs = [spec for spec in self._table.values() if spec.in_layers]
+
+        def run(x: jax.Array, period: tuple[Params, jax.Array | None]) -> tuple[jax.Array, list[Routed]]:
+            weights, routes = period
+            routed: list[Routed] = []
+            for number, kind in enumerate(pattern):
+                own = nest(
+                    (spec.path_in_layer, leaf_at(weights, spec.path_in_layer)[spec.layers.index(number)])
+                    for spec in specs
+                    if number in spec.layers
+                )
+                x, (_, chosen) = blocks[kind](
+                    own, x, None, None if routes is None or not kind[1] else routes[len(routed)]
+                )
+                routed += [] if chosen is None else [chosen]
+            return x, routed
+
+        x, routed = jax.lax.scan(run, x, jax.tree.map(fold, (layers, recorded)))
+        if not routed:
+            return x, None, None
+        in_order = lambda *parts: jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+        return x, None, jax.tree.map(in_order, *routed)
+
     def _make_block(
         self,
         rotations: _Rotations,
@@ -383,6 +414,12 @@ class Decoder:
 
 def _graph_of(kind: _Kind) -> _Graph:
     return kind[0].mixer, kind[1]
+
+
+def _find_period(kinds: Sequence[_Kind]) -> int:
+    """The least number of layers whose kinds repeat to the end; all layers if they do not repeat."""
+    fits = lambda size: len(kinds) % size == 0 and all(kinds[i] == kinds[i % size] for i in range(len(kinds)))
+    return next(size for size in range(1, len(kinds) + 1) if fits(size))
 
 
 def _runs(kinds: Sequence[_Kind]) -> Iterator[tuple[int, int, _Kind]]:

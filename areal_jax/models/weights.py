@@ -101,9 +101,9 @@ def merge_adapters(params: Tree, lora: Lora) -> Tree:
 
 # The two forms of a tree of weights: one subtree per layer, or one subtree with all layers stacked.
 #
-# The list form is the interchange form: {'layers': {'0': {...}, '1': {...}}}. The stacked form has the same leaves
-# with a leading axis of layers: {'layers': {...}}. The conversions change no bit. They take numpy and jax arrays,
-# inside jax.jit and outside, and trees that contain a tree of weights (the moments of an optimizer).
+# The list form is the interchange form: {'layers': {'0': {...}, '1': {...}}}. The stacked form has the same leaves with
+# a leading axis of the layers that have them: {'layers': {...}}. The conversions change no bit. They take numpy and jax
+# arrays, inside jax.jit and outside, and trees that contain a tree of weights (the moments of an optimizer).
 
 
 FORMS = ('list', 'stacked')
@@ -115,14 +115,42 @@ def stack_layers(tree: Tree) -> Tree:
     return _convert(tree, lambda layers: _stack([layers[str(index)] for index in range(len(layers))]))
 
 
-def unstack_layers(tree: Tree, n_layers: int) -> Tree:
-    """The inverse of `stack_layers`; every layer gets a leaf that lacks the axis (a placeholder of an optimizer)."""
+def unstack_layers(tree: Tree, n_layers: int, having: Mapping[str, tuple[int, ...]] | None = None) -> Tree:
+    """The inverse of `stack_layers`; every layer gets a leaf that lacks the axis (a placeholder of an optimizer).
+
+    `having` has, by the path in a layer, the layers that have a leaf, see `list_layers`; None = all have all.
+    """
+    having, every = having or {}, tuple(range(n_layers))
+
+    def take(node: Tree, path: str, layer: int) -> Tree:
+        if path not in having and isinstance(node, dict):
+            below = {name: take(value, f'{path}/{name}'.lstrip('/'), layer) for name, value in node.items()}
+            return {name: value for name, value in below.items() if value is not _ABSENT}
+        layers = having.get(path, every)
+        if layer not in layers:
+            return _ABSENT
+        return jax.tree.map(lambda x: x[layers.index(layer)] if _has_layers(x, len(layers)) else x, node)
 
     def split(layers: Tree) -> dict[str, Tree]:
-        at = lambda index: jax.tree.map(lambda x: x[index] if _has_layers(x, n_layers) else x, layers)
-        return {str(index): at(index) for index in range(n_layers)}
+        return {str(layer): _without_empty(take(layers, '', layer)) for layer in every}
 
     return _convert(tree, split)
+
+
+def list_layers(config: ModelConfig, lora: Lora | None = None) -> dict[str, tuple[int, ...]]:
+    """The layers that have each weight, by its path in a layer."""
+    return {spec.path_in_layer: spec.layers for spec in weight_table(config, lora).values() if spec.in_layers}
+
+
+_ABSENT = object()  # in place of a leaf that a layer lacks
+
+
+def _without_empty(tree: Tree) -> Tree:
+    """The nested dict without dicts that have no leaf."""
+    if not isinstance(tree, dict):
+        return tree
+    below = {name: _without_empty(value) for name, value in tree.items()}
+    return {name: value for name, value in below.items() if not isinstance(value, dict) or value}
 
 
 def is_stacked(path: str) -> bool:
@@ -135,6 +163,10 @@ def _has_layers(leaf: Tree, n_layers: int) -> bool:
 
 
 def _stack(layers: Sequence[Tree]) -> Tree:
+    if all(isinstance(layer, dict) for layer in layers):  # a layer may lack a leaf that others have
+        names = dict.fromkeys(name for layer in layers for name in layer)
+        return {name: _stack([layer[name] for layer in layers if name in layer]) for name in names}
+
     def join(*leaves: Tree) -> Tree:
         if isinstance(leaves[0], np.ndarray):
             return np.stack(leaves)

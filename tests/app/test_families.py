@@ -19,7 +19,12 @@ FAMILIES = {
     'gemma3_text': {'model__n_layers': 6},
     'gpt_oss': {'model__n_layers': 2, 'model__experts': 4, 'model__d_expert': 32},
     'qwen3_5_text': {'model__n_layers': 4, 'diagnostics__delta_rule': True},
-    'qwen3_5_moe_text': {'model__n_layers': 4, 'model__experts': 4, 'model__d_expert': 32},
+    'qwen3_5_moe_text': {
+        'model__n_layers': 4,
+        'model__experts': 4,
+        'model__d_expert': 32,
+        'learner__layers': 'stacked',
+    },
     'qwen3_next': {'model__n_layers': 4, 'model__experts': 4, 'model__d_expert': 32},
 }
 # recorded routes of a prompt are those of the version that read it first: tokens of a later one are computed otherwise

@@ -149,7 +149,7 @@ _HYBRID_MESH = {'data': 2, 'fsdp': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'}
             if name not in ('gemma3', *HYBRIDS)
         ),
         *(
-            pytest.param(name, _HYBRID_MESH, 'list', id=name, marks=[] if name == 'qwen3_5' else [pytest.mark.slow])
+            pytest.param(name, _HYBRID_MESH, 'stacked', id=name, marks=[] if name == 'qwen3_5' else [pytest.mark.slow])
             for name in HYBRIDS
         ),
     ],

@@ -170,9 +170,6 @@ def test_what_experts_cannot_do_is_refused_by_name():
         Decoder(CONFIG, lora=Lora(2, 4.0, ('query', 'up')))
     with pytest.raises(ConfigError, match=r'a token cannot reach 7 of 6 experts'):
         dataclasses.replace(EXPERTS, per_token=7)
-    mixed = dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, dense_layers=(0,)))
-    with pytest.raises(ConfigError, match=r"learner\.layers='stacked' needs layers with the same MLP"):
-        Decoder(mixed, layers='stacked')
     with pytest.raises(ConfigError, match=r"family='llama' has none, and experts=.* does not fit it"):
         dataclasses.replace(CONFIG, family='llama')
     with pytest.raises(ConfigError, match=r'dense layers \(2,\) must be layers, 0 to 1'):

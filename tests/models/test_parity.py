@@ -39,9 +39,8 @@ DECODED = [
     for name in parity.ALL
 ]
 STACKED = [
-    pytest.param(name, 'stacked', marks=[] if name in ('qwen3_window', 'qwen3_moe') else [pytest.mark.slow])
-    for name in parity.CONFIGS
-    if name != 'qwen3_moe_mixed'  # layers with and without experts do not stack
+    pytest.param(name, 'stacked', marks=[] if name in ('qwen3_window', 'qwen3_moe', 'qwen3_5') else [pytest.mark.slow])
+    for name in parity.ALL
 ]
 
 

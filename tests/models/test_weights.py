@@ -20,7 +20,10 @@ from safetensors.numpy import load_file
 from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.models import weight_rows
+from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.delta_rule import run_rows
+from areal_jax.models.experts import Routing
 from areal_jax.models.families import DELTA, FAMILIES, DeltaNet, Experts, Family, LayerKind, ModelConfig
 from areal_jax.models.weight_rows import COMMON, Init
 from areal_jax.models.weights import (
@@ -31,6 +34,7 @@ from areal_jax.models.weights import (
     find_leaf,
     is_adapter,
     leaf_at,
+    list_layers,
     logical_axes,
     merge_adapters,
     nest,
@@ -40,6 +44,7 @@ from areal_jax.models.weights import (
 )
 from areal_jax.publication.export import export_hf
 from areal_jax.sharding.rules import make_mesh, param_shardings, path_name
+from tests.models import family_examples
 
 LLAMA = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0,
@@ -490,3 +495,48 @@ def test_gradients_reach_both_matrices():
 def test_adapters_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Lora(**{'rank': 2, 'alpha': 4.0, 'targets': TARGETS} | change)
+
+
+@pytest.mark.parametrize('name', family_examples.HYBRIDS)
+def test_layers_that_differ_stack_and_come_back(name):
+    decoder = Decoder(family_examples.CONFIGS[name], layers='stacked')
+    config = decoder.config
+    listed = family_examples.draw(config)
+    stacked = stack_layers(listed)
+    shapes = jax.tree.map(lambda leaf: leaf.shape, stacked)
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, decoder.abstract())
+    moments = {'of': ({'count': np.zeros(()), 'mu': stacked},)}
+    back = unstack_layers(moments, config.n_layers, list_layers(config))['of'][0]['mu']
+    assert jax.tree.structure(back) == jax.tree.structure(listed)
+    jax.tree.map(np.testing.assert_array_equal, back, listed)
+
+
+def test_a_scan_over_periods_is_the_layers_one_after_the_other():
+    shape = family_examples.CONFIGS['qwen3_next']
+    kinds = (*(DELTA, LayerKind()) * 3,)
+    config = dataclasses.replace(
+        shape, n_layers=6, kinds=kinds, experts=dataclasses.replace(shape.experts, dense_layers=(1, 3, 5))
+    )
+    params = family_examples.draw(config)
+    tokens = np.arange(9, dtype=np.int32)
+    ones = jnp.ones((1, 9), jnp.int32)
+    recur = lambda inputs, entry: (run_rows(inputs.map_tokens(lambda x: x[None]), ones, ones)[0], entry)
+
+    def attend(q, k, v, entry, window):
+        return packed_attention(q, k, v, ones[0], ones[0], scale=1.0, positions=jnp.arange(9)), entry
+
+    def run(layers, params):
+        decoder = Decoder(config, layers=layers)
+        forward = lambda params, recorded: decoder.hidden_and_routes(
+            params, tokens, jnp.arange(9), attend, recur=recur, routing=Routing(recorded=recorded, follows=True)
+        )
+        states, _, routed = jax.jit(forward)(params, None)
+        again, _, _ = jax.jit(forward)(params, (routed.live + 1) % 6)
+        return states, routed.live, again
+
+    listed, scanned = run('list', params), run('stacked', stack_layers(params))
+    np.testing.assert_array_equal(scanned[1], listed[1])
+    for found, expected in zip(scanned[::2], listed[::2], strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    text = jax.jit(lambda p: Decoder(config, layers='stacked').hidden(p, tokens, jnp.arange(9), attend, recur=recur)[0])
+    assert text.lower(stack_layers(params)).as_text().count('stablehlo.while') >= 2  # of periods, and of chunks
