@@ -22,6 +22,7 @@ _UNREAD = 'unread'  # XLA leaves out what a program does not read
 _PASS = ('working copy', 'frozen')
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     'export': ('trained', 'frozen'), 'cast': ('trained',), 'gradients': _PASS, 'loads': _PASS, 'logprobs': _PASS,
+    'single_tokens': _PASS,
     'accumulate': ('gradients', *_PASS), 'zeros': (_UNREAD,),
     'collisions': _PASS, 'values': _PASS, 'scan': ('trained', 'optimizer', 'frozen'),
     'add': ('gradients', 'working copy'), 'add_first': ('working copy', 'working copy'),
@@ -37,7 +38,10 @@ _MADE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(('apply_and_cast', 'apply_only_and_cast'), ('trained', 'optimizer', 'working copy')),
 }  # fmt: skip
 # backward is two passes
-_PASSES = {'gradients': 3, 'accumulate': 3, 'scan': 3, 'logprobs': 1, 'loads': 1, 'collisions': 1, 'values': 1}
+_PASSES = {
+    **dict.fromkeys(('gradients', 'accumulate', 'scan'), 3),
+    **dict.fromkeys(('logprobs', 'single_tokens', 'loads', 'collisions', 'values'), 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -203,9 +203,7 @@ class Family:
     gated_attention: bool = False
     rotary_fraction: float = 1.0  # default of partial_rotary_factor
     delta: DeltaNet | None = None  # defaults of the linear_* fields of a family with delta nets
-    full_attention_every: int = (
-        0  # default of full_attention_interval: every n-th layer has attention, others delta nets
-    )
+    full_attention_every: int = 0  # default of full_attention_interval: other layers have delta nets
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # defaults of sizes, by their fields
     experts: ExpertFields | None = None
     weights: tuple[Weight, ...] = COMMON
@@ -223,6 +221,28 @@ class Family:
             'gated_attention': self.gated_attention,
         }
 
+
+_QWEN3_5 = Family(
+    'Qwen3_5ForCausalLM',
+    32768,
+    4,
+    256,
+    'none',
+    qk_norm=True,
+    centred_norms=True,
+    gated_attention=True,
+    rotary_fraction=0.25,
+    delta=DeltaNet(16, 32, 128, 128),
+    full_attention_every=4,
+    sizes={
+        'vocab_size': 248320,
+        'hidden_size': 4096,
+        'intermediate_size': 12288,
+        'num_hidden_layers': 32,
+        'num_attention_heads': 16,
+    },
+    weights=QWEN3_5,
+)
 
 FAMILIES = {
     'llama': Family('LlamaForCausalLM', 2048, None, None, 'field'),
@@ -337,39 +357,11 @@ FAMILIES = {
         ),
         weights=GPT_OSS,
     ),
-    'qwen3_5_text': Family(
-        'Qwen3_5ForCausalLM',
-        32768,
-        4,
-        256,
-        'none',
-        qk_norm=True,
-        centred_norms=True,
-        gated_attention=True,
-        rotary_fraction=0.25,
-        delta=DeltaNet(16, 32, 128, 128),
-        full_attention_every=4,
-        sizes={
-            'vocab_size': 248320,
-            'hidden_size': 4096,
-            'intermediate_size': 12288,
-            'num_hidden_layers': 32,
-            'num_attention_heads': 16,
-        },
-        weights=QWEN3_5,
-    ),
-    'qwen3_5_moe_text': Family(
-        'Qwen3_5MoeForCausalLM',
-        32768,
-        2,
-        256,
-        'none',
-        qk_norm=True,
-        centred_norms=True,
-        gated_attention=True,
-        rotary_fraction=0.25,
-        delta=DeltaNet(16, 32, 128, 128),
-        full_attention_every=4,
+    'qwen3_5_text': _QWEN3_5,
+    'qwen3_5_moe_text': dataclasses.replace(
+        _QWEN3_5,
+        architecture='Qwen3_5MoeForCausalLM',
+        n_kv_heads=2,
         experts=ExpertFields(
             ('num_experts', 256),
             8,
@@ -385,18 +377,10 @@ FAMILIES = {
         },
         weights=QWEN3_5_MOE,
     ),
-    'qwen3_next': Family(
-        'Qwen3NextForCausalLM',
-        32768,
-        2,
-        256,
-        'none',
-        qk_norm=True,
-        centred_norms=True,
-        gated_attention=True,
-        rotary_fraction=0.25,
-        delta=DeltaNet(16, 32, 128, 128),
-        full_attention_every=4,
+    'qwen3_next': dataclasses.replace(
+        _QWEN3_5,
+        architecture='Qwen3NextForCausalLM',
+        n_kv_heads=2,
         experts=ExpertFields(
             ('num_experts', 512),
             10,

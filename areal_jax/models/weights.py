@@ -124,15 +124,15 @@ def unstack_layers(tree: Tree, n_layers: int, having: Mapping[str, tuple[int, ..
 
     def take(node: Tree, path: str, layer: int) -> Tree:
         if path not in having and isinstance(node, dict):
-            below = {name: take(value, f'{path}/{name}'.lstrip('/'), layer) for name, value in node.items()}
-            return {name: value for name, value in below.items() if value is not _ABSENT}
+            below = ((name, take(value, f'{path}/{name}'.lstrip('/'), layer)) for name, value in node.items())
+            return {name: value for name, value in below if value is not _ABSENT} or ({} if not node else _ABSENT)
         layers = having.get(path, every)
         if layer not in layers:
             return _ABSENT
         return jax.tree.map(lambda x: x[layers.index(layer)] if _has_layers(x, len(layers)) else x, node)
 
     def split(layers: Tree) -> dict[str, Tree]:
-        return {str(layer): _without_empty(take(layers, '', layer)) for layer in every}
+        return {str(layer): take(layers, '', layer) for layer in every}
 
     return _convert(tree, split)
 
@@ -142,15 +142,7 @@ def list_layers(config: ModelConfig, lora: Lora | None = None) -> dict[str, tupl
     return {spec.path_in_layer: spec.layers for spec in weight_table(config, lora).values() if spec.in_layers}
 
 
-_ABSENT = object()  # in place of a leaf that a layer lacks
-
-
-def _without_empty(tree: Tree) -> Tree:
-    """The nested dict without dicts that have no leaf."""
-    if not isinstance(tree, dict):
-        return tree
-    below = {name: _without_empty(value) for name, value in tree.items()}
-    return {name: value for name, value in below.items() if not isinstance(value, dict) or value}
+_ABSENT = object()  # in place of what a layer lacks
 
 
 def is_stacked(path: str) -> bool:
@@ -223,11 +215,6 @@ class WeightSpec:
     def is_matrix(self) -> bool:
         """Whether it is a matrix [in, out] of a projection or an adapter; a table [V, d] is not, nor biases [E, d]."""
         return self.in_layers and self.path.rsplit('/', 1)[1] in ('weight', *ADAPTERS)
-
-    @property
-    def stays_float32(self) -> bool:
-        """Whether it is float32 in every copy of the weights, whatever their dtype."""
-        return is_float32(self.path)
 
     @property
     def multiplies(self) -> bool:

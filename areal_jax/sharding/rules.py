@@ -177,14 +177,8 @@ class WeightAxes:
 
 
 _ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads', 'key_heads', 'value_heads')  # what fsdp may shard, best first
-_SPLIT = (
-    'heads',
-    'kv_heads',
-    'key_heads',
-    'value_heads',
-    'mlp',
-    'vocab',
-)  # what tensor may shard: parts are computed independently
+# what tensor may shard: parts are computed independently
+_SPLIT = ('heads', 'kv_heads', 'key_heads', 'value_heads', 'mlp', 'vocab')
 
 _EXPERTS = {'expert': ('experts',)}  # the axis of the mesh exists for them, whatever else a strategy shards
 

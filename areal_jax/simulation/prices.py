@@ -87,6 +87,7 @@ def _names(chip: Chip) -> list[str]:
 
 CACHE_BYTES = 2  # of each number of the KV cache, 16 bit
 WINDOWS_OF_ROW = 1.5  # held by the layers with a window, see rollout.window_blocks.size_windows
+STATES_OF_ROW = 2.5  # held by the layers with delta nets, see rollout.state_pool.size_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ModelShape:
     def held_kv_bytes(self, row_tokens: float) -> float:
         """Returns the bytes of one of `row_tokens` positions of a row: half as many windows as rows are held beside."""
         share = min(1.0, WINDOWS_OF_ROW * self.window / row_tokens) if row_tokens else 1.0
-        states = 2.5 * self.state_bytes / row_tokens if row_tokens else 0  # see rollout.state_pool.size_states
+        states = STATES_OF_ROW * self.state_bytes / row_tokens if row_tokens else 0
         return self.kv_bytes - (1 - share) * self.window_kv_bytes + states
 
     @property

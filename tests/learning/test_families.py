@@ -148,6 +148,13 @@ _HYBRID_MESH = {'data': 2, 'fsdp': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'}
             for name in NAMES
             if name not in ('gemma3', *HYBRIDS)
         ),
+        pytest.param(
+            'qwen3_5_moe',
+            {**_MESHES[1], 'strategy': 'tensor'},
+            'stacked',
+            id='qwen3_5_moe, experts',
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(name, _HYBRID_MESH, 'stacked', id=name, marks=[] if name == 'qwen3_5' else [pytest.mark.slow])
             for name in HYBRIDS

@@ -16,6 +16,7 @@ from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import path_name
 from tests.diagonal import diagonal
 from tests.learning.examples import make_optimizer
+from tests.models import family_examples
 
 _PARAMS = {'a': jnp.array([3.0, 4.0]), 'b': jnp.array([[1.0]])}
 _GRADIENTS = {'a': jnp.array([3.0, 0.0]), 'b': jnp.array([[4.0]])}  # norm 5
@@ -346,3 +347,15 @@ def test_only_matrices_decay_in_either_form(name, layers, tied):
         if leaf.ravel()[0] != 1:
             decayed.add('/'.join(path_name(path).split('/')[-2:]))
     assert decayed == _DECAYED | {'up/lora_a', 'up/lora_b'} | (set() if tied else {'head'})
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_taps_and_rates_of_a_delta_net_do_not_decay(layers):
+    decoder = Decoder(family_examples.CONFIGS['qwen3_5'], layers=layers)
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), decoder.abstract())
+    stepped, _ = _run(
+        make_optimizer('adamw', weight_decay=0.5, decay='matrices'), params, [jax.tree.map(jnp.zeros_like, params)]
+    )
+    leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(stepped)]
+    decayed = {path for path, leaf in leaves if '/delta/' in path and np.all(leaf != 1)}
+    assert decayed == {path for path, _ in leaves if '/delta/' in path and path.endswith('/weight')}
