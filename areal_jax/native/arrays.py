@@ -35,10 +35,13 @@ def host_view(leaf: np.ndarray | jax.Array) -> np.ndarray | None:
     return leaf if leaf.flags.c_contiguous else None
 
 
-def sum_words(leaf: np.ndarray) -> tuple[int, int, int] | None:
+def sum_words(
+    leaf: np.ndarray, runs: tuple[int, int] | None = None, first: int = 0, stride: int = 0
+) -> tuple[int, int, int] | None:
     """(the two sums of publication/manifest.py, the number of values that are NaN or infinite) of a host_view.
 
-    None for unknown dtypes, and without the library.
+    The values are `runs` = (number, width) of consecutive positions; the first run begins at the position `first`, each
+    other one `stride` after the run before it. None = one run. Returns None for unknown dtypes, and without the library.
     """
     counted = np.issubdtype(leaf.dtype, np.floating) or leaf.dtype.kind == 'V'
     if leaf.dtype not in _EXPONENTS and (counted or leaf.dtype.kind not in 'iub'):
@@ -47,7 +50,8 @@ def sum_words(leaf: np.ndarray) -> tuple[int, int, int] | None:
         return None
     sums = (ctypes.c_uint64 * 3)()
     library.register().areal_jax_digest(
-        ctypes.c_void_p(leaf.ctypes.data), ctypes.c_int64(leaf.size), ctypes.c_int64(leaf.dtype.itemsize),
+        ctypes.c_void_p(leaf.ctypes.data),
+        *map(ctypes.c_int64, (*(runs or (1, leaf.size)), first, stride, leaf.dtype.itemsize)),
         ctypes.c_uint32(_EXPONENTS.get(leaf.dtype, 0)), sums,
     )  # fmt: skip
     return int(sums[0]), int(sums[1]), int(sums[2])

@@ -16,24 +16,29 @@ inline uint32_t Mix(uint32_t word) {
 }
 
 // sums[3]: of the words, of the words mixed with their positions, of those whose bits under `exponent` are all set (NaN
-// and infinity; 0 = the words are no floats). The first two are modulo 2^32.
+// and infinity; 0 = the words are no floats). The first two are modulo 2^32. The words are `rows` runs of `width`; the
+// positions of a run begin at `first`, and `stride` after the run before.
 template <typename Word>
-void Digest(const Word* words, int64_t count, uint32_t exponent, uint64_t* sums) {
+void Digest(const Word* words, int64_t rows, int64_t width, int64_t first, int64_t stride, uint32_t exponent,
+            uint64_t* sums) {
   constexpr int64_t kBlock = 1 << 14;  // so that a block's count of bad words fits 32 bits
   uint32_t plain = 0, mixed = 0;
   uint64_t wrong = 0;
-  for (int64_t start = 0; start < count; start += kBlock) {
-    const Word* block = words + start;
-    const auto first = static_cast<uint32_t>(start), size = static_cast<uint32_t>(std::min(kBlock, count - start));
-    uint32_t bad = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t start = 0; start < width; start += kBlock) {
+      const Word* block = words + row * width + start;
+      const auto begin = static_cast<uint32_t>(first + row * stride + start);
+      const auto size = static_cast<uint32_t>(std::min(kBlock, width - start));
+      uint32_t bad = 0;
 #pragma omp simd reduction(+ : plain, mixed, bad)
-    for (uint32_t i = 0; i < size; ++i) {
-      const uint32_t word = block[i];
-      plain += word;
-      mixed += Mix(word + (first + i) * 0x9E3779B9u);
-      bad += (word & exponent) == exponent;
+      for (uint32_t i = 0; i < size; ++i) {
+        const uint32_t word = block[i];
+        plain += word;
+        mixed += Mix(word + (begin + i) * 0x9E3779B9u);
+        bad += (word & exponent) == exponent;
+      }
+      wrong += bad;
     }
-    wrong += bad;
   }
   sums[0] = plain, sums[1] = mixed, sums[2] = exponent ? wrong : 0;
 }

@@ -32,6 +32,7 @@ import numpy as np
 from areal_jax.native import arrays as kernels
 from areal_jax.native import compiled_library as library
 from areal_jax.publication.manifest import change_of_sums, unfinite_bits
+from areal_jax.publication.shard_plan import Runs
 from areal_jax.publication.versions import PublicationError
 
 MOST_ELEMENTS = 1 << 32  # of a leaf: positions are 32 bits
@@ -81,6 +82,16 @@ class Found:
     sums: tuple[int, int]  # added to the content of its LeafDigest, mod 2^32
     unfinite: int  # new values that are NaN or infinite
 
+    def of_leaf(self, runs: Runs, current: np.ndarray) -> Found:
+        """Returns the changes of the leaf, from the changes of a shard whose new bits are `current`, uint16 [n]."""
+        local = self.changes.positions
+        places, after = runs.positions(local), current[local]
+        if places.size:
+            _require_positions(int(places[-1]) + 1)
+        gaps, large = _encode_gaps(places)
+        changes = Changes(gaps, large, self.changes.low, self.changes.high)
+        return Found(changes, change_of_sums(places, after - changes.differences, after), self.unfinite)
+
 
 class ChangeFinder:
     """Finds the changes of leaves, one leaf after the other, in memory that it reuses.
@@ -103,10 +114,7 @@ class ChangeFinder:
 
         Raises PublicationError for a leaf of 2^32 elements or more.
         """
-        if base.size >= MOST_ELEMENTS:
-            raise PublicationError(
-                f'a leaf of {base.size} elements has no delta, whose positions are 32 bits; use publication.delta=False'
-            )
+        _require_positions(base.size)
         exponent = unfinite_bits(dtype)
         counts = None if self._native is False else kernels.find_changes(base, current, exponent, self._lists)
         if counts is None:
@@ -121,12 +129,11 @@ class ChangeFinder:
         ]
         positions = np.concatenate(found) if found else np.zeros(0, np.int64)
         before, after = base[positions], current[positions]
-        gaps = np.diff(positions, prepend=-1) - 1
+        gaps, large = _encode_gaps(positions)
         difference = after - before
         codes = difference << np.uint16(1) ^ (np.uint16(0) - (difference >> np.uint16(15)))
-        large = gaps[gaps >= LARGE_GAP].astype(np.uint32)
         taken = self._taken(positions.size, large.size)
-        taken.gaps[:], taken.large[:] = np.minimum(gaps, LARGE_GAP), large
+        taken.gaps[:], taken.large[:] = gaps, large
         taken.low[:], taken.high[:] = codes & np.uint16(255), codes >> np.uint16(8)
         np.copyto(base, current)
         unfinite = np.count_nonzero((after & exponent) == exponent) if exponent else 0
@@ -135,6 +142,19 @@ class ChangeFinder:
     def _taken(self, changed: int, large: int) -> Changes:
         gaps, larges, low, high = self._lists
         return Changes(gaps[:changed], larges[:large], low[:changed], high[:changed])
+
+
+def _require_positions(size: int) -> None:
+    if size >= MOST_ELEMENTS:
+        raise PublicationError(
+            f'a leaf of {size} elements has no delta, whose positions are 32 bits; use publication.delta=False'
+        )
+
+
+def _encode_gaps(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gaps, uint8 [changes], and the large gaps, uint32 [large gaps], of ascending positions."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    return np.minimum(gaps, LARGE_GAP).astype(np.uint8), gaps[gaps >= LARGE_GAP].astype(np.uint32)
 
 
 def encode_changes(changes: Changes, size: int) -> bytes:
@@ -256,11 +276,11 @@ def encode_wide(base: np.ndarray, bits: np.ndarray) -> bytes:
 
 
 def apply_wide(words: np.ndarray, part: bytes | bytearray | memoryview, *, back: bool = False) -> None:
-    """Adds the differences of `encode_wide` to the bits uint32 [n] in place, or with `back` subtracts them.
+    """Adds the differences of `encode_wide` to the bits uint32 [...] in place, or with `back` subtracts them.
 
     Raises PublicationError for a part of another length.
     """
     if len(part) != words.nbytes:
         raise PublicationError(f'a delta has {len(part)} bytes for a leaf of {words.nbytes}: send it again')
-    differences = np.frombuffer(part, '<u4')
+    differences = np.frombuffer(part, '<u4').reshape(words.shape)
     words += -differences if back else differences

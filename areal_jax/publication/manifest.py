@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from areal_jax.native.arrays import host_view, sum_words
+from areal_jax.publication.shard_plan import Runs, find_runs, is_shard, parse_shard
 from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.sharding.rules import path_name
@@ -115,9 +116,10 @@ def finite_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
 def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
     """`finite_manifest` for numpy arrays, without jax programs, which would wait for the update that is under way.
 
+    Leaves with the names of shards (shard_plan.py) have the sums of their positions in the whole leaf.
     Raises PublicationError as `finite_manifest` does.
     """
-    found = {path: (leaf, _host_sums(np.asarray(leaf))) for path, leaf in leaves_by_path(params).items()}
+    found = {path: (leaf, _host_sums(np.asarray(leaf), path)) for path, leaf in leaves_by_path(params).items()}
     measured = {path: (_leaf_digest(leaf, sums[:2]), sums[2]) for path, (leaf, sums) in found.items()}
     return _require_finite(measured, version)
 
@@ -182,8 +184,22 @@ def host_manifest(params: Tree) -> dict[str, LeafDigest]:
     return {path: digest_leaf(np.asarray(leaf)) for path, leaf in leaves_by_path(params).items()}
 
 
-def digest_leaf(leaf: np.ndarray) -> LeafDigest:
-    return _leaf_digest(leaf, _host_sums(leaf)[:2])
+def digest_leaf(leaf: np.ndarray, name: str = '') -> LeafDigest:
+    """The digest of a leaf, or of the shard of this name."""
+    return _leaf_digest(leaf, _host_sums(leaf, name)[:2])
+
+
+def merge_shards(manifest: Manifest) -> Manifest:
+    """The manifest of whole leaves from one of shards: sums over a leaf are sums over its shards, mod 2^32."""
+    if not any(is_shard(name) for name in manifest):
+        return manifest
+    merged: dict[str, LeafDigest] = {}
+    for name, digest in manifest.items():
+        shard = parse_shard(name, digest.shape)
+        words, mixed = merged[shard.path].content if shard.path in merged else (0, 0)
+        content = (words + digest.content[0]) % 2**32, (mixed + digest.content[1]) % 2**32
+        merged[shard.path] = LeafDigest(shard.shape, digest.dtype, content)
+    return dict(sorted(merged.items()))
 
 
 def manifest_hash(manifest: Manifest) -> str:
@@ -232,16 +248,18 @@ def weights_sha256(params: Tree) -> str:
     return digest.hexdigest()
 
 
-def change_of_sums(positions: np.ndarray, before: np.ndarray, after: np.ndarray) -> tuple[int, int]:
+def change_of_sums(positions: np.ndarray, before: np.ndarray | None, after: np.ndarray) -> tuple[int, int]:
     """The increments, mod 2^32, of the two sums of a content when the elements at row-major `positions` change.
 
-    `before` and `after` are the bits of these elements, uint16 [n].
+    `before` and `after` are the bits of these elements, uint [n]; before=None: they were not counted before.
     """
     spread = positions.astype(np.uint32) * np.uint32(_GOLDEN)
     scratch = np.empty_like(spread)
-    plain = int(after.sum(dtype=np.uint64)) - int(before.sum(dtype=np.uint64))
-    mixed = 0
+    plain = mixed = 0
     for sign, words in ((1, after), (-1, before)):
+        if words is None:
+            continue
+        plain += sign * int(words.sum(dtype=np.uint64))
         found = spread + words
         _mix_in_place(found, scratch)
         mixed += sign * int(found.sum(dtype=np.uint64))
@@ -293,13 +311,33 @@ def shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) 
     return jnp.stack(lax.reduce(values, (np.uint32(0),) * 3, add, tuple(range(leaf.ndim))))
 
 
-def _host_sums(leaf: np.ndarray) -> tuple[int, int, int]:
-    """Computes the numbers of `shard_sums` for a whole leaf on the host."""
+def _host_sums(leaf: np.ndarray, name: str = '') -> tuple[int, int, int]:
+    """Computes the numbers of `shard_sums` for a whole leaf on the host, or for the shard of this name."""
     leaf = np.ascontiguousarray(leaf)
+    if is_shard(name):
+        return _sum_runs(leaf, find_runs(*parse_shard(name, leaf.shape).bounds))
     if (found := sum_words(leaf)) is not None:
         return found
-    wrong = leaf.size - np.count_nonzero(np.isfinite(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-    return *_sum_blocks(leaf.reshape(-1).view(_WORDS[leaf.dtype.itemsize])), int(wrong)
+    return *_sum_blocks(leaf.reshape(-1).view(_WORDS[leaf.dtype.itemsize])), _count_unfinite(leaf)
+
+
+def _sum_runs(leaf: np.ndarray, runs: Runs) -> tuple[int, int, int]:
+    """Computes the numbers of `shard_sums` for values whose positions are the runs."""
+    totals, flat = np.zeros(3, np.uint64), leaf.reshape(-1)
+    size = runs.rows * runs.width
+    for number, start in enumerate(runs.starts):
+        part = flat[number * size : (number + 1) * size]
+        found = sum_words(part, (runs.rows, runs.width), start, runs.stride)
+        if found is None:
+            words = part.view(_WORDS[leaf.dtype.itemsize])
+            positions = runs.positions(np.arange(number * size, (number + 1) * size))
+            found = *change_of_sums(positions, None, words), _count_unfinite(part)
+        totals += np.array(found, np.uint64)
+    return int(totals[0]) % 2**32, int(totals[1]) % 2**32, int(totals[2])
+
+
+def _count_unfinite(leaf: np.ndarray) -> int:
+    return leaf.size - int(np.count_nonzero(np.isfinite(leaf))) if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
 
 
 def _sum_blocks(words: np.ndarray) -> tuple[int, int]:

@@ -16,7 +16,15 @@ from typing import Literal, Protocol, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.publication.manifest import LeafDigest, decode_manifest, encode_manifest, manifest_hash
+from areal_jax.publication.manifest import (
+    LeafDigest,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    manifest_hash,
+    merge_shards,
+)
+from areal_jax.publication.shard_plan import parse_shard
 from areal_jax.publication.versions import PublicationError
 from areal_jax.types import Tree
 
@@ -39,8 +47,8 @@ class RecordHeader:
     """The description of a record, without its parts."""
 
     version: int
-    leaves: Mapping[str, LeafDigest]  # the manifest of `version`, by path
-    sizes: Sequence[int]  # bytes of each part, in the order of the sorted paths
+    leaves: Mapping[str, LeafDigest]  # the manifest of `version`, by path, or by the names of shards (shard_plan.py)
+    sizes: Sequence[int]  # bytes of each part, in the order of the sorted names
     base: Held | None = None  # what a delta is applied to; None: a whole record
 
     @property
@@ -48,8 +56,13 @@ class RecordHeader:
         return 'whole' if self.base is None else 'delta'
 
     @property
+    def manifest(self) -> Manifest:
+        """The digests by path; sums over the shards of a leaf are the sums of the leaf."""
+        return merge_shards(self.leaves)
+
+    @property
     def manifest_hash(self) -> str:
-        return manifest_hash(self.leaves)
+        return manifest_hash(self.manifest)
 
     @property
     def n_bytes(self) -> int:
@@ -92,6 +105,7 @@ def _require_sizes(header: RecordHeader) -> None:
         raise ValueError(f'{len(header.sizes)} sizes for {len(header.leaves)} leaves')
     for (path, leaf), size in zip(sorted(header.leaves.items()), header.sizes, strict=True):
         elements = math.prod(leaf.shape)
+        parse_shard(path, leaf.shape)
         whole = elements * jnp.dtype(leaf.dtype).itemsize
         fits = size == whole if header.base is None else 0 <= size <= _DELTA_BYTES + _DELTA_ELEMENT_BYTES * elements
         if type(size) is not int or not fits:
@@ -103,7 +117,7 @@ class Record:
     """One version in the form that carriers move."""
 
     header: RecordHeader
-    parts: Sequence[Part]  # in the order of the sorted paths; whole: the bits of the leaf, row-major
+    parts: Sequence[Part]  # in the order of the sorted names; whole: the bits of the leaf or shard, row-major
 
 
 def leaf_bytes(leaf: np.ndarray) -> Part:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping
 
@@ -29,6 +30,7 @@ from areal_jax.publication.record import (
     leaf_bytes,
     put_leaf,
 )
+from areal_jax.publication.shard_plan import find_runs, leaf_path, parse_shard
 from areal_jax.publication.versions import ChainFull, PublicationError
 from areal_jax.publication.weight_buffers import Delta, WeightBuffers, decode_delta
 from areal_jax.sharding.placement import Place
@@ -179,12 +181,13 @@ def _version(buffers: WeightBuffers) -> int:
     return -1 if buffers.held is None else buffers.held.version
 
 
-Leaves = Mapping[str, np.ndarray]  # by path, in the order of the paths
+Leaves = Mapping[str, np.ndarray]  # by path or name of a shard, in the order of the names
 
 
 class VersionEncoder:
     """Encodes versions with 16-bit elements, and keeps the bits of the last one, in memory that it reuses.
 
+    Leaves with the names of shards (shard_plan.py) have the sums and the positions of their elements in the whole leaf.
     Leaves that are float32 in every copy of the weights (models/weights.is_float32) have 32 bits here too.
     """
 
@@ -198,7 +201,7 @@ class VersionEncoder:
         Raises PublicationError for NaN and infinity, and for leaves that should have elements of 16 bits and do not.
         """
         for path, leaf in leaves.items():
-            if leaf.dtype.itemsize != 2 and not is_float32(path):
+            if leaf.dtype.itemsize != 2 and not is_float32(leaf_path(path)):
                 raise PublicationError(
                     f'publication.delta=True with the leaf {path!r} in {leaf.dtype}: 99.8 % of the elements of float32 '
                     "weights change in each update, so that no delta is smaller; use publication.dtype='bfloat16', or "
@@ -210,6 +213,10 @@ class VersionEncoder:
         manifest = finite_host_manifest(dict(leaves), version)
         for path, leaf in leaves.items():
             np.copyto(self._bits[path], _bits_of(path, leaf))
+        return self.repeat_whole(version, manifest)
+
+    def repeat_whole(self, version: int, manifest: Mapping[str, LeafDigest]) -> Record:
+        """Returns a whole record of the version that was encoded last, whose manifest this is."""
         parts: list[Part] = [bits.data.cast('B') for bits in self._bits.values()]
         return Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts)
 
@@ -224,8 +231,8 @@ class VersionEncoder:
         changed, digests = 0, {}
         parts: list[Part] = []
         for path, leaf in leaves.items():
-            digest = manifest[path]
-            if is_float32(path):
+            digest, shard = manifest[path], parse_shard(path, leaf.shape)
+            if is_float32(shard.path):
                 digests[path], part, count = self._encode_wide(version, path, leaf)
                 parts.append(part)
                 changed += count
@@ -233,8 +240,10 @@ class VersionEncoder:
             found = self._finder.find(self._bits[path], _bits_of(path, leaf), digest.dtype)
             if found.unfinite:
                 raise unfinite_error(version, path, digest, found.unfinite)
+            if not shard.is_whole:
+                found = found.of_leaf(find_runs(*shard.bounds), self._bits[path])
             changed += found.changes.count
-            parts.append(encode_changes(found.changes, leaf.size))
+            parts.append(encode_changes(found.changes, math.prod(shard.shape)))
             digests[path] = dataclasses.replace(digest, content=add_sums(digest.content, found.sums))
         header = RecordHeader(version, digests, [len(part) for part in parts], base)
         return Record(header, parts), changed / max(1, sum(leaf.size for leaf in leaves.values()))
@@ -260,7 +269,7 @@ def _bits_of(path: str, leaf: np.ndarray) -> np.ndarray:
 
 
 def _word(path: str) -> type[np.unsignedinteger]:
-    return np.uint32 if is_float32(path) else np.uint16
+    return np.uint32 if is_float32(leaf_path(path)) else np.uint16
 
 
 @dataclasses.dataclass(frozen=True)

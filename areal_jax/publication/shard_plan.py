@@ -66,11 +66,17 @@ class Shard:
         return count_elements(self.box)
 
     @property
+    def bounds(self) -> tuple[Box, tuple[int, ...]]:
+        """The arguments of `find_runs`."""
+        return self.box, self.shape
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The slices of the whole leaf that are the shard."""
         return tuple(slice(start, stop) for start, stop in self.box)
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def parse_shard(name: str, shape: tuple[int, ...]) -> Shard:
     """Returns the shard of a name, whose values have `shape`; raises ValueError if no shard has that name and shape."""
     path, mark, rest = name.partition('[')
@@ -83,6 +89,11 @@ def parse_shard(name: str, shape: tuple[int, ...]) -> Shard:
     if not bar or not fits or tuple(stop - start for start, stop in box) != shape or shard.name != name:
         raise ValueError(f'{name[:120]!r} is no shard with values of the shape {shape}')
     return shard
+
+
+def is_shard(name: str) -> bool:
+    """Whether this is the name of a part of a leaf."""
+    return name.endswith(']')
 
 
 def leaf_path(name: str) -> str:

@@ -7,13 +7,15 @@ lent is tracked by a weak reference.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import pathlib
 import shutil
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,11 @@ from areal_jax.publication.manifest import (
     require_equal,
 )
 from areal_jax.publication.record import Held, Part, Record, RecordHeader, RecordReceiver, put_leaf
+from areal_jax.publication.shard_plan import Shard, parse_shard
 from areal_jax.publication.versions import MANIFEST, PublicationError, list_versions, version_path
 from areal_jax.types import Tree
 
+_Wide: TypeAlias = tuple[Shard, Part]
 _LINE = 64  # bytes of alignment at which jax takes an array without a copy
 
 
@@ -46,8 +50,8 @@ class Delta:
 
     header: RecordHeader
     base: Held
-    changes: Mapping[str, Changes]  # of the leaves of 16-bit elements that changed
-    wide: Mapping[str, Part]  # parts of those of 32-bit elements, see delta.encode_wide
+    changes: Mapping[str, Sequence[Changes]]  # of the leaves of 16-bit elements that changed; several of one in shards
+    wide: Mapping[str, Sequence[tuple[Shard, Part]]]  # of leaves of 32-bit elements, see delta.encode_wide
 
     @property
     def held(self) -> Held:
@@ -57,18 +61,21 @@ class Delta:
 
 def decode_delta(record: Record) -> Delta:
     """Decodes a delta; raises PublicationError for a damaged part, and for leaves that should have 16-bit elements."""
-    header, changes, wide = record.header, {}, {}
+    header = record.header
+    changes, wide = collections.defaultdict[str, list[Changes]](list), collections.defaultdict[str, list[_Wide]](list)
     assert header.base is not None
-    for (path, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
+    for (name, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
+        shard = parse_shard(name, digest.shape)
+        path = shard.path
         if jnp.dtype(digest.dtype).itemsize != 2 and not is_float32(path):
             raise PublicationError(
                 f'the delta of version {header.version} has the leaf {path!r} in {digest.dtype}: only 16-bit elements '
                 "have deltas; use publication.dtype='bfloat16' on both sides"
             )
         if len(part) and is_float32(path):
-            wide[path] = part
+            wide[path].append((shard, part))
         elif len(part):
-            changes[path] = decode_changes(part, math.prod(digest.shape))
+            changes[path].append(decode_changes(part, math.prod(shard.shape)))
     return Delta(header, header.base, changes, wide)
 
 
@@ -107,21 +114,21 @@ class WeightBuffers:
         self._require_free()
         self.held, header = None, record.header
         found = {}
-        for (path, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
-            dtype = jnp.dtype(digest.dtype)
-            if len(part) != math.prod(digest.shape) * dtype.itemsize:
+        for (name, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
+            dtype, shard = jnp.dtype(digest.dtype), parse_shard(name, digest.shape)
+            if len(part) != shard.size * dtype.itemsize:
                 raise PublicationError(
-                    f'weights of version {header.version}: leaf {path!r} has {len(part)} bytes, and {digest} has '
-                    f'{math.prod(digest.shape) * dtype.itemsize}: publish the version again'
+                    f'weights of version {header.version}: leaf {name!r} has {len(part)} bytes, and {digest} has '
+                    f'{shard.size * dtype.itemsize}: publish the version again'
                 )
-            leaf = np.frombuffer(part, dtype).reshape(digest.shape)
-            found[path] = digest_leaf(leaf)
-            lies = leaf.T if path in self._transposed else leaf
-            np.copyto(self._room(path, leaf.nbytes).view(_words(dtype)).reshape(lies.shape), lies.view(_words(dtype)))
+            values = np.frombuffer(part, dtype).reshape(digest.shape)
+            found[name] = digest_leaf(values, name)
+            np.copyto(self._view(shard, dtype), values.view(_words(dtype)))
         require_equal(header.leaves, found, header.version)
-        for path in self._memory.keys() - found.keys():
+        manifest = dict(header.manifest)
+        for path in self._memory.keys() - manifest.keys():
             del self._memory[path]
-        self.manifest, self.held = found, Held(header.version, header.manifest_hash)
+        self.manifest, self.held = manifest, Held(header.version, header.manifest_hash)
 
     def apply(self, delta: Delta, *, back: bool = False) -> None:
         """Advances to the version of the delta, or with `back` returns to its base; compares the digests.
@@ -136,23 +143,25 @@ class WeightBuffers:
                 f'the delta of version {delta.header.version} is for {_describe(start)}, and {_describe(self.held)} is '
                 'held: take the versions in their order'
             )
-        if delta.header.leaves.keys() != self.manifest.keys():
+        after = delta.header.manifest
+        if after.keys() != self.manifest.keys():
             raise PublicationError(f'the delta of version {delta.header.version} has other leaves than its base')
         self.held, found = None, dict(self.manifest)
-        for path, changes in delta.changes.items():
-            digest = found[path]
-            rows = digest.shape[0] if path in self._transposed else 0
-            sums = apply_changes(self._memory[path].view(np.uint16), changes, rows=rows, back=back)
-            found[path] = dataclasses.replace(digest, content=add_sums(digest.content, sums))
-        for path, part in delta.wide.items():
-            words = self._memory[path].view(np.uint32)
-            apply_wide(words, part, back=back)
-            leaf = words.view(jnp.dtype(found[path].dtype)).reshape(found[path].shape)
-            found[path] = digest_leaf(leaf)
+        for path, several in delta.changes.items():
+            rows = found[path].shape[0] if path in self._transposed else 0
+            for changes in several:
+                digest = found[path]
+                sums = apply_changes(self._memory[path].view(np.uint16), changes, rows=rows, back=back)
+                found[path] = dataclasses.replace(digest, content=add_sums(digest.content, sums))
+        for path, parts in delta.wide.items():
+            dtype = jnp.dtype(found[path].dtype)
+            for shard, part in parts:
+                apply_wide(self._view(shard, dtype), part, back=back)
+            found[path] = digest_leaf(self._memory[path].view(dtype).reshape(found[path].shape))
         if back and manifest_hash(found) != end.manifest_hash:
             raise PublicationError(f'version {end.version} is not what was published: take it from its whole record')
         if not back:
-            require_equal(delta.header.leaves, found, end.version)
+            require_equal(after, found, end.version)
         self.manifest, self.held = found, end
 
     def copy_from(self, other: WeightBuffers) -> None:
@@ -184,6 +193,13 @@ class WeightBuffers:
             first = -raw.ctypes.data % _LINE
             self._memory[path] = memory = raw[first : first + nbytes]
         return memory
+
+    def _view(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
+        """Returns the memory of a shard as words of the width of `dtype`, in the axes of the leaf."""
+        words = self._room(shard.path, math.prod(shard.shape) * dtype.itemsize).view(_words(dtype))
+        is_turned = shard.path in self._transposed
+        leaf = words.reshape(shard.shape[::-1]).T if is_turned else words.reshape(shard.shape)
+        return leaf[(*shard.slices, ...)]  # the ellipsis keeps it an array where a leaf has no axes
 
     def _require_free(self) -> None:
         assert not self.in_use, 'buffers that an array of jax uses are not written'
