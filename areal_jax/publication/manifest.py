@@ -124,6 +124,23 @@ def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
     return _require_finite(measured, version)
 
 
+def finite_shard_manifest(shards: Mapping[str, np.ndarray | jax.Array], version: int) -> dict[str, LeafDigest]:
+    """`finite_host_manifest` of shards by name, computed on the devices that hold them.
+
+    Raises PublicationError as `finite_manifest` does.
+    """
+    launched = {}
+    for name, values in shards.items():
+        shard = parse_shard(name, values.shape)
+        launched[name] = shard_sums(values, tuple(start for start, _ in shard.box), shard.shape)
+    for sums in launched.values():
+        sums.copy_to_host_async()
+    found = {name: [int(each) for each in np.asarray(sums)] for name, sums in launched.items()}
+    return _require_finite(
+        {name: (_leaf_digest(shards[name], sums[:2]), sums[2]) for name, sums in found.items()}, version
+    )
+
+
 def _require_finite(measured: Mapping[str, tuple[LeafDigest, int]], version: int) -> dict[str, LeafDigest]:
     for path, (digest, wrong) in measured.items():
         if wrong:

@@ -34,7 +34,7 @@ from areal_jax.publication.shard_plan import find_runs, leaf_path, parse_shard
 from areal_jax.publication.versions import ChainFull, PublicationError
 from areal_jax.publication.weight_buffers import Delta, WeightBuffers, decode_delta
 from areal_jax.sharding.placement import Place
-from areal_jax.sharding.rules import is_shared, path_name
+from areal_jax.sharding.rules import path_name
 from areal_jax.types import PublicationSize, PublishedWeights, Tree
 
 _KEPT_DELTAS = 2
@@ -195,8 +195,8 @@ class VersionEncoder:
         self._bits: dict[str, np.ndarray] = {}  # uint16 or uint32 [n]
         self._finder = ChangeFinder(0)
 
-    def encode_whole(self, version: int, leaves: Leaves) -> Record:
-        """Returns a whole record, whose parts are valid until the next call; computes all digests.
+    def encode_whole(self, version: int, leaves: Leaves, manifest: Mapping[str, LeafDigest] | None = None) -> Record:
+        """Returns a whole record, whose parts are valid until the next call; computes all digests without `manifest`.
 
         Raises PublicationError for NaN and infinity, and for leaves that should have elements of 16 bits and do not.
         """
@@ -210,7 +210,7 @@ class VersionEncoder:
         if {path: bits.size for path, bits in self._bits.items()} != {path: leaf.size for path, leaf in leaves.items()}:
             self._bits = {path: np.empty(leaf.size, _word(path)) for path, leaf in leaves.items()}
             self._finder = ChangeFinder(max((leaf.size for leaf in leaves.values()), default=0))
-        manifest = finite_host_manifest(dict(leaves), version)
+        manifest = finite_host_manifest(dict(leaves), version) if manifest is None else manifest
         for path, leaf in leaves.items():
             np.copyto(self._bits[path], _bits_of(path, leaf))
         return self.repeat_whole(version, manifest)
@@ -257,9 +257,12 @@ class VersionEncoder:
         return digest, part, changed
 
 
-def wrap_whole(version: int, leaves: Leaves) -> Record:
-    """Returns a whole record, of any dtype, over the leaves; raises PublicationError for NaN and infinity."""
-    manifest = finite_host_manifest(dict(leaves), version)
+def wrap_whole(version: int, leaves: Leaves, manifest: Mapping[str, LeafDigest] | None = None) -> Record:
+    """Returns a whole record, of any dtype, over the leaves; raises PublicationError for NaN and infinity.
+
+    Computes all digests without `manifest`.
+    """
+    manifest = finite_host_manifest(dict(leaves), version) if manifest is None else manifest
     parts = [leaf_bytes(leaf) for leaf in leaves.values()]
     return Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts)
 
@@ -280,7 +283,43 @@ class _Chain:
     nbytes: int = 0  # of the deltas
 
 
-class RecordChannel:
+class RecordReaders:
+    """The part of a channel of records that reads versions back, for engines in this process.
+
+    Args:
+      open_receiver: opens an address; called once for each place where engines need weights.
+      verify: all digests of a version are computed again before it is used.
+    """
+
+    def __init__(self, open_receiver: Callable[[str], RecordReceiver], *, verify: bool):
+        self._open_receiver, self._verify = open_receiver, verify
+        self._readers: dict[object, WeightsReader] = {}
+        self._lock = threading.Lock()  # of the readers: each engine fetches on its own lane
+
+    def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
+        """Returns the weights, a nested dict of jax arrays, at `place`; None = the first device of this process.
+
+        Raises PublicationError as WeightsReader.receive does.
+        """
+        return self.read(published, jax.local_devices()[0] if place is None else place)
+
+    def read(self, published: PublishedWeights, place: Place, transposed: Collection[str] = ()) -> Tree:
+        """Receives for engines that take some matrices transposed, see WeightsReader."""
+        devices = place if isinstance(place, jax.Device) else tuple(jax.tree.leaves(place))
+        key = devices, frozenset(transposed)
+        with self._lock:
+            if key not in self._readers:
+                receiver = self._open_receiver(published.handle)
+                self._readers[key] = WeightsReader(receiver, place, transposed=transposed, verify=self._verify)
+            reader = self._readers[key]
+        return reader.receive(published.version, published.manifest_hash)[0]
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+class RecordChannel(RecordReaders):
     """protocols.Channel over a carrier of records.
 
     A record is whole if it is the first, if it comes `base_every` versions after a whole one, if the deltas since then
@@ -306,13 +345,11 @@ class RecordChannel:
         base_every: int = 20,
         verify: bool = False,
     ):
-        self._sender, self._open_receiver, self._name = sender, open_receiver, name
-        self._name_version = name_version
-        self._delta, self._base_every, self._verify = delta, base_every, verify
+        super().__init__(open_receiver, verify=verify)
+        self._sender, self._name, self._name_version = sender, name, name_version
+        self._delta, self._base_every = delta, base_every
         self._chain: _Chain | None = None  # None: the next record is whole
         self._encoder = VersionEncoder()
-        self._readers: dict[object, WeightsReader] = {}
-        self._lock = threading.Lock()  # of the readers: each engine fetches on its own lane
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
         """Sends `copy`; the handle is the name of the version, which readers are told.
@@ -320,11 +357,6 @@ class RecordChannel:
         Raises PublicationError for weights with NaN or infinity, for weights that cannot have deltas, and if the
         carrier fails.
         """
-        if is_shared(copy):
-            raise PublicationError(
-                f'publication.channel={self._name!r} with a learner over several processes: each holds a part of every '
-                "version, and a record needs it whole; use publication.channel='files' and publication.delta=False"
-            )
         # numpy arrays on the host do not wait for the update that is under way
         leaves = {path: np.asarray(leaf) for path, leaf in leaves_by_path(copy).items()}
         chain, self._chain = self._chain, None  # if the send fails, readers may or may not have this version
@@ -339,30 +371,11 @@ class RecordChannel:
         handle = self._name_version(address, Held(version, header.manifest_hash))
         return PublishedWeights(version, header.manifest_hash, handle=handle, size=size)
 
-    def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
-        """Returns the weights, a nested dict of jax arrays, at `place`; None = the first device of this process.
-
-        Raises PublicationError as WeightsReader.receive does.
-        """
-        return self.read(published, jax.local_devices()[0] if place is None else place)
-
-    def read(self, published: PublishedWeights, place: Place, transposed: Collection[str] = ()) -> Tree:
-        """Receives for engines that take some matrices transposed, see WeightsReader."""
-        devices = place if isinstance(place, jax.Device) else tuple(jax.tree.leaves(place))
-        key = devices, frozenset(transposed)
-        with self._lock:
-            if key not in self._readers:
-                receiver = self._open_receiver(published.handle)
-                self._readers[key] = WeightsReader(receiver, place, transposed=transposed, verify=self._verify)
-            reader = self._readers[key]
-        return reader.receive(published.version, published.manifest_hash)[0]
-
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
         self._sender.release(version, pinned)
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        super().close()
         self._sender.close()
 
     def _encode(self, version: int, leaves: Leaves, chain: _Chain | None) -> tuple[Record, float | None, _Chain | None]:

@@ -9,10 +9,11 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from areal_jax.errors import UserError
+from areal_jax.publication.carriers.shard_receiver import ShardReceiver
 from areal_jax.publication.carriers.shm_carrier import SCHEME as SHM
 from areal_jax.publication.carriers.shm_carrier import ShmReceiver
 from areal_jax.publication.carriers.stream_socket import (
@@ -256,11 +257,16 @@ def name_version(address: str, held: Held) -> str:
     return f'{address}#{held.version}@{held.manifest_hash}'
 
 
+def join_addresses(addresses: Sequence[str]) -> str:
+    """Returns one address of the senders of all processes of a learner."""
+    return SHARDS + ';'.join(addresses)
+
+
 def parse_version_name(text: str) -> tuple[str, Held] | None:
     """Returns (address, version) of a text that `name_version` made; None for any other, such as a directory path."""
     address, mark, named = text.rpartition('#')
     version, _, manifest_hash = named.partition('@')
-    if not mark or not version.isdecimal() or not address.startswith(tuple(SCHEMES)):
+    if not mark or not version.isdecimal() or not address.startswith((SHARDS, *SCHEMES)):
         return None
     return address, Held(int(version), manifest_hash)
 
@@ -272,7 +278,10 @@ def open_receiver(address: str, reader: Reader) -> RecordReceiver:
     """
     tried = list[str]()
     named = parse_version_name(address)
-    for choice in (address if named is None else named[0]).split(','):
+    address = address if named is None else named[0]
+    if address.startswith(SHARDS):
+        return ShardReceiver([open_receiver(each, reader) for each in address.removeprefix(SHARDS).split(';')])
+    for choice in address.split(','):
         name, colon, rest = choice.partition(':')
         scheme = SCHEMES.get(f'{name}{colon}')
         if scheme is None:
@@ -308,6 +317,7 @@ def _exists(rest: str) -> bool:
     return pathlib.Path(rest).exists()
 
 
+SHARDS = 'shards:'  # before the addresses of the senders of all processes of a learner, separated by semicolons
 SCHEMES: Mapping[str, Scheme] = {
     SHM: Scheme(lambda rest, reader: ShmReceiver(pathlib.Path(rest), reader.name), _exists),
     UNIX: Scheme(_open_stream(UNIX), _exists),
