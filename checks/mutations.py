@@ -2687,7 +2687,7 @@ MUTATIONS = [
     ),
     Mutation(
         'watch no segment of a run',
-        'areal_jax.app.parts.channels:build_shm',
+        'areal_jax.app.parts.channels:open_sender',
         'remove_with_owner(path)',
         'pass',
         'tests/app/parts/test_channels.py',

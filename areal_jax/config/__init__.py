@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.config.addresses import split_address
+from areal_jax.config.addresses import OWN_HOST, split_address
 from areal_jax.config.agent_fields import (
     find_agent_problems,
     find_code_problems,
@@ -264,15 +264,26 @@ def find_record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
     if not find_channel(c.publication.channel).sends_records:
         return
+    yield from _listen_problems(c)
     if not find_server(c.rollout.server).reads_records:
         yield (
             f'{setting} with rollout.server={c.rollout.server!r}: these servers load directories of files; use '
             "publication.channel='files', or rollout.server='own'"
         )
-    if parse_learner(c.cluster.learner).hosts is not None:
+
+
+def _listen_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    listen, layout = c.publication.listen, parse_learner(c.cluster.learner)
+    if listen == OWN_HOST and layout.hosts is None:
         yield (
-            f'{setting} with cluster.learner={c.cluster.learner!r}: learners in roles or over several processes write '
-            "files; use publication.channel='files', or a learner in one process"
+            f'publication.listen={OWN_HOST!r} with cluster.learner={c.cluster.learner!r}: it is for learners with '
+            'hosts=; name an interface of this machine'
+        )
+    where = split_address(listen) if listen else None
+    if where is not None and where[1] and layout.processes > 1:
+        yield (
+            f'publication.listen={listen!r} with cluster.learner={c.cluster.learner!r}: {layout.processes} processes '
+            f'cannot listen at one port; use {OWN_HOST!r}, or no port'
         )
 
 
@@ -281,6 +292,7 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     publication, server = c.publication, c.rollout.server
     if not publication.delta:
         return
+    sends = find_channel(publication.channel).sends_records
     for path, value, fits, why in (
         (
             *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
@@ -292,9 +304,8 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "publication.dtype='bfloat16'",
         ),
         (
-            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None),
-            'each process writes its own leaves, and a delta needs the version before in one process; use a learner '
-            'in the process of the trainer',
+            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None or sends),
+            "each process writes its own leaves as files, which are whole; use publication.channel='stream'",
         ),
         (
             *('rollout.server', server, find_server(server).reads_deltas),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from areal_jax.errors import UserError
 
+OWN_HOST = 'own'  # publication.listen: every process of a learner listens at the address of its machine
 ALL_ADDRESSES = ('0.0.0.0', '::')  # a server that listens there accepts connections on all interfaces
 _MOST_PORT, _PORT_DIGITS = 65535, 5
 _AUTHORITY = re.compile(r'(\[[0-9a-f:.]+\]|[0-9a-z._-]+)(?::[0-9]*)?', re.ASCII | re.IGNORECASE)

@@ -466,13 +466,13 @@ SECTIONS: Mapping[str, Section] = {
         channel=ChoiceOrOwn('device', tuple(CHANNELS), describe_channels()),
         directory=Path('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
-        delta=Flag(
-            False, 'files, shm, stream: send what changed since the version before; 16-bit dtypes, one learner process'
-        ),
+        delta=Flag(False, 'send what changed since the version before; 16-bit dtypes; files: from one learner process'),
         base_every=Integer(20, COUNT, 'publication.delta: versions from a whole one to the next'),
         verify=Flag(False, 'engines recompute the digest of every leaf that they receive'),
         listen=Text(
-            '', "stream: host or host:port, an interface that engines on other hosts reach; '' = this host only"
+            '',
+            "stream: host or host:port, an interface that engines on other hosts reach; '' = this host only, own = the "
+            'host of each process of the learner',
         ),
         reader_deadline_s=Real(
             10.0, SECONDS, 'shm, stream: an engine that stops while it reads a version is not waited for longer'

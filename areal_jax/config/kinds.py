@@ -74,7 +74,7 @@ class ChannelKind(NamedTuple):
     note: str = ''  # where its versions are, for the list of fields
     has_deltas: bool = False  # publication.delta
     shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
-    sends_records: bool = False  # versions are records (publication/record.py), from one learner process
+    sends_records: bool = False  # versions are records (publication/record.py), from each learner process
 
     @property
     def writes_files(self) -> bool:
@@ -191,7 +191,7 @@ FILES = ChannelKind(
 )
 SHM = ChannelKind(
     'shm',
-    'areal_jax.app.parts.channels:build_shm',
+    'areal_jax.app.parts.channels:build_carried',
     reaches_processes=True,
     note='shared memory of a host',
     has_deltas=True,
@@ -199,7 +199,7 @@ SHM = ChannelKind(
 )
 STREAM = ChannelKind(
     'stream',
-    'areal_jax.app.parts.channels:build_stream',
+    'areal_jax.app.parts.channels:build_carried',
     reaches_processes=True,
     note='sockets',
     has_deltas=True,

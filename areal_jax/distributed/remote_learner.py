@@ -15,11 +15,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from areal_jax.distributed.messages import (
 from areal_jax.distributed.peers import CommandError, Connection, OnLost, Peer, Peers, end_process
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.counting import UpdatePrice
+from areal_jax.publication.shard_versions import Everywhere
 from areal_jax.publication.versions import PublicationError, remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from areal_jax.learning.diagnostics.measurement import Metrics
     from areal_jax.learning.learner import SpmdLearner
     from areal_jax.publication.export import PartWriter
+    from areal_jax.publication.shard_channel import ShardSender
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +207,28 @@ class _Request:
         return answer.failure.text if answer.failure.is_user_error else str(answer.failure)
 
 
+def publish_everywhere(peers: Peers, own: ShardSender | None = None) -> Everywhere:
+    """Returns a function that calls a method of the ShardSender of every process, for shard_channel.ShardChannel.
+
+    `own`: of this process, if it is one of the learner; its result comes first.
+    """
+
+    def everywhere(name: str, *args: Any, copy: Tree = None) -> list[Any]:
+        wait = peers.start_all(Command(name, args, PUBLICATION))
+        results = []
+        try:
+            if own is not None:
+                results.append(getattr(own, name)(*args, *(() if copy is None else (copy,))))
+        finally:
+            answers = wait()
+        for process, answer in zip(peers.names, answers, strict=True):
+            _require_published(answer, process)
+            results.append(answer.value)
+        return results
+
+    return everywhere
+
+
 def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> Any:
     """Returns the result of the first process; raises its error, else CommandError if another process failed."""
     if (failure := answers[0].failure) is not None:
@@ -248,6 +273,7 @@ class CommandLeader:
         self._learner, self._peers = learner, peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
         self.writers = [RemotePartWriter(peers, index) for index in range(len(peers))]  # for FilesChannel
+        self.publish_everywhere = functools.partial(publish_everywhere, peers)  # for ShardChannel
 
     def warm_up(self) -> int:
         return self.everywhere(self._learner.warm_up)
@@ -312,6 +338,7 @@ def _deadline(seconds: float, what: str, on_lost: OnLost) -> Iterator[None]:
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
 )
+_SHARD_COMMANDS = frozenset({'send_shards', 'repeat_shards', 'release_shards'})
 _RELAY_S = 60.0  # deadline for processes that pass commands on to connect to each other
 _COPIES = 4  # versions published and not yet written: publication is never further behind
 
@@ -321,7 +348,7 @@ def follow(
     connection: Connection,
     leader: str = 'process 0',
     *,
-    versions: PartWriter | None = None,
+    versions: PartWriter | ShardSender | None = None,
     reports: bool = False,
     listener: Listener | None = None,
     on_lost: OnLost = end_process,
@@ -332,7 +359,7 @@ def follow(
     An error is reported to the leader, which decides how the run continues; `follow` then waits for the next command.
 
     Args:
-      versions: writes this process's part of publications, if all processes write them.
+      versions: writes or sends this process's part of publications, if all processes do.
       reports: results are sent back; for learner process 0 of a leader that has no learner itself.
       listener: the one that the leader connected to; a parent in the relay tree connects there too.
     """
@@ -377,7 +404,13 @@ def _serve(peer: Peer, lane: str, execute: Callable[[Command], Any]) -> None:
 
 
 class _Execution:
-    def __init__(self, learner: SpmdLearner, versions: PartWriter | None, reports: bool, commands: Collection[str]):
+    def __init__(
+        self,
+        learner: SpmdLearner,
+        versions: PartWriter | ShardSender | None,
+        reports: bool,
+        commands: Collection[str],
+    ):
         self._learner, self._versions, self._reports, self._commands = learner, versions, reports, commands
         self._saved: collections.deque[Tree] = collections.deque(maxlen=1)  # from `save` until it is written
         self._published: dict[int, Tree] = {}  # by version, until it is written
@@ -405,16 +438,27 @@ class _Execution:
     def write_publication(self, command: Command) -> Any:
         if self._versions is None:
             raise UserError("publication.channel='device' is of one process: use 'files' where learners are apart")
+        if command.name in _SHARD_COMMANDS:
+            return self._send_shards(command, cast('ShardSender', self._versions))
+        writer = cast('PartWriter', self._versions)
         directory, version, *rest = command.args
         with self._lock:
             copy = self._published[version]
             if command.name == 'finish_version' or not self._reports:  # a process that reports also finishes
                 del self._published[version]
         if command.name == 'begin_version':
-            return self._versions.begin(directory, version, copy)
+            return writer.begin(directory, version, copy)
         if command.name == 'write_version':
-            return self._versions.write(directory, version, copy)
-        return self._versions.finish(directory, version, copy, *rest)
+            return writer.write(directory, version, copy)
+        return writer.finish(directory, version, copy, *rest)
+
+    def _send_shards(self, command: Command, sender: ShardSender) -> Any:
+        if command.name != 'send_shards':
+            return getattr(sender, command.name)(*command.args)
+        version, whole = command.args
+        with self._lock:
+            copy = self._published.pop(version)
+        return sender.send_shards(version, whole, copy)
 
     def _keep(self, version: int, copy: Tree) -> None:
         if self._versions is None:

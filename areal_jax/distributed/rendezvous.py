@@ -107,6 +107,14 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
     return jax.process_index() > 0
 
 
+def own_host(coordinator: str) -> str:
+    """The address of this machine's interface towards the coordinator."""
+    host, _, port = coordinator.rpartition(':')
+    with socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip('[]'), int(port)))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def host_of(coordinator: str) -> str:
     """The name by which the other processes reach this machine; for process 0."""
     return coordinator.rpartition(':')[0] or socket.gethostbyname(socket.gethostname())
@@ -124,8 +132,8 @@ def witness(workdir: pathlib.Path) -> Iterator[None]:
         path.unlink()
 
 
-def require_shared_workdir(deadline_s: float) -> None:
-    """Waits until process 0 is built, then raises ConfigError if this follower does not see process 0's workdir.
+def require_shared_workdir(deadline_s: float) -> pathlib.Path:
+    """Waits until process 0 is built; returns its workdir, or raises ConfigError if this follower does not see it.
 
     Every process writes its shards of a checkpoint to the path that process 0 names.
     Raises CommandError if process 0 ended or takes longer than `deadline_s`.
@@ -137,6 +145,7 @@ def require_shared_workdir(deadline_s: float) -> None:
             f'process {jax.process_index()} does not see what process 0 wrote in --workdir={path.parent}: for '
             'checkpoints it must be one directory that all processes share under the same path (NFS, a mounted bucket)'
         )
+    return path.parent
 
 
 def meet(deadline_s: float) -> None:

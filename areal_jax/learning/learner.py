@@ -64,6 +64,7 @@ class SpmdLearner:
     announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`
     # the learners of other processes that must write a checkpoint, or a version, too (distributed/remote_learner.py)
     followers = writers = ()
+    publish_everywhere: None = None  # see CommandLeader
 
     def __init__(
         self,
@@ -265,8 +266,8 @@ class SpmdLearner:
     def publish(self, version: int) -> Tree:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
-        They are on this learner's devices, sharded as in training; on one CPU with `settings.publishes_files`, numpy
-        arrays. If the mesh spans processes: a tree of SharedLeaf, or, without that setting, all leaves on every host.
+        They are on this learner's devices, sharded as in training; on one CPU, unless `settings.publication` is
+        'gathered', numpy arrays. If the mesh spans processes, that setting says what they are.
         """
         if self._copy is not None and self._version == version:  # it was published, and nothing was trained since
             return self._copy
@@ -279,7 +280,8 @@ class SpmdLearner:
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         if (shares := self.programs.definitions.shares) is not None:
             return shares.collect(copy)
-        self._copy = copy if jax.process_count() == 1 else jax.tree.map(gather, copy)
+        is_whole = jax.process_count() == 1 or self._settings.publication == 'shards'
+        self._copy = copy if is_whole else jax.tree.map(gather, copy)
         return self._copy
 
     def save(self) -> dict[str, Tree]:
@@ -359,7 +361,7 @@ def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool
     """Whether the weights are on the host in the form in which a version is written."""
     has_form = decoder.layers == 'list' and not decoder.lora and settings.publish_dtype == 'float32'
     is_here = mesh.size == jax.process_count() == 1 and mesh.devices.flat[0].platform == 'cpu'
-    return settings.publishes_files and has_form and is_here
+    return settings.publication != 'gathered' and has_form and is_here
 
 
 # The learner that continues on another mesh between two updates, for cluster.reallocate.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,9 +134,10 @@ class LearnerSettings:
     max_microbatches: int  # 'scan' only: the largest number of micro-batches for which `warm_up` compiles
     strategy: str
     publish_dtype: str  # of the weights that engines get
-    # versions are files: if a mesh spans processes, each gets whole leaves to write; a single process on a CPU copies
-    # the weights on the host
-    publishes_files: bool
+    # what `publish` returns if a mesh spans processes: 'gathered', all leaves in every process; 'leaves', whole leaves
+    # for each process to write as files; 'shards', the leaves as they are sharded, for each process to send. A single
+    # process on a CPU copies the weights on the host, unless 'gathered'
+    publication: Literal['gathered', 'leaves', 'shards']
     objective: Objective
     scores: bool  # `warm_up` compiles the programs of SpmdLearner.score
     seed: int  # of the run: part of the names of its answers

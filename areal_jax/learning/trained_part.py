@@ -67,7 +67,7 @@ class PartMaker:
 
         export = functools.partial(export_weights, decoder, settings.publish_dtype)
         exported = jax.eval_shape(export, trained, frozen if block is None else {})
-        spread = settings.publishes_files and jax.process_count() > 1
+        spread = settings.publication == 'leaves' and jax.process_count() > 1
         return Programs(
             decoder,
             settings,

@@ -41,7 +41,7 @@ def sum_words(
     """(the two sums of publication/manifest.py, the number of values that are NaN or infinite) of a host_view.
 
     The values are `runs` = (number, width) of consecutive positions; the first run begins at the position `first`, each
-    other one `stride` after the run before it. None = one run. Returns None for unknown dtypes, and without the library.
+    other one `stride` after the run before it. None = one run. Returns None for unknown dtypes and without the library.
     """
     counted = np.issubdtype(leaf.dtype, np.floating) or leaf.dtype.kind == 'V'
     if leaf.dtype not in _EXPONENTS and (counted or leaf.dtype.kind not in 'iub'):

@@ -21,7 +21,7 @@ from areal_jax.formats.safetensors_file import SafetensorsError
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import Params, leaf_at
 from areal_jax.publication.manifest import decode_manifest, encode_manifest, finite_host_manifest, manifest_hash
-from areal_jax.publication.versions import MANIFEST, PublicationError, clear_versions, version_path
+from areal_jax.publication.versions import MANIFEST, EncodedDigest, PublicationError, clear_versions, version_path
 from areal_jax.sharding.rules import SharedLeaf, path_name
 from areal_jax.types import Tree
 
@@ -200,7 +200,7 @@ class PartWriter:
         clear_versions(pathlib.Path(directory), version)
         open_directory(version_path(pathlib.Path(directory), version), self._plan(copy).nbytes)
 
-    def write(self, directory: str, version: int, copy: Tree) -> dict[str, dict[str, object]]:
+    def write(self, directory: str, version: int, copy: Tree) -> dict[str, EncodedDigest]:
         """Writes the leaves of this process, one at a time, and returns their part of the manifest.
 
         Fetches each of these leaves once, and no leaf of another process.
@@ -213,7 +213,7 @@ class PartWriter:
                 f'process {jax.process_index()} does not see {partial}, which another process made: let all processes '
                 'share publication.directory under one path'
             )
-        manifest: dict[str, dict[str, object]] = {}
+        manifest: dict[str, EncodedDigest] = {}
 
         def fetch(path: str) -> np.ndarray:
             leaf = leaf_at(copy, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from jax import lax
 
 from areal_jax.native.arrays import host_view, sum_words
 from areal_jax.publication.shard_plan import Runs, find_runs, is_shard, parse_shard
-from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.versions import EncodedDigest, PublicationError, hash_digests
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
@@ -221,13 +220,13 @@ def merge_shards(manifest: Manifest) -> Manifest:
 
 def manifest_hash(manifest: Manifest) -> str:
     """sha256, in hex, of the manifest's sorted JSON."""
-    return hashlib.sha256(json.dumps(encode_manifest(manifest), sort_keys=True).encode()).hexdigest()
+    return hash_digests(encode_manifest(manifest))
 
 
-def encode_manifest(manifest: Manifest) -> dict[str, dict[str, object]]:
+def encode_manifest(manifest: Manifest) -> dict[str, EncodedDigest]:
     """Returns the manifest as a JSON-able dict."""
     return {
-        path: {'shape': list(leaf.shape), 'dtype': leaf.dtype, 'content': list(leaf.content)}
+        path: EncodedDigest(shape=list(leaf.shape), dtype=leaf.dtype, content=list(leaf.content))
         for path, leaf in manifest.items()
     }
 

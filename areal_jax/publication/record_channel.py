@@ -328,7 +328,7 @@ class RecordChannel(RecordReaders):
     Args:
       open_receiver: opens an address that `send` returned; called once for each place where engines need weights.
       name: publication.channel, for the log.
-      name_version: makes the name to tell readers, from an address and the version there.
+      name_version: makes the name to tell readers, from an address, the version there and its manifest hash.
       delta: False = all records are whole, of any dtype.
       base_every: most versions from a whole record to the next.
       verify: readers in this process compute all digests of a version again before they use it.
@@ -340,7 +340,7 @@ class RecordChannel(RecordReaders):
         open_receiver: Callable[[str], RecordReceiver],
         *,
         name: str,
-        name_version: Callable[[str, Held], str] = lambda address, held: address,
+        name_version: Callable[[str, int, str], str] = lambda address, version, manifest_hash: address,
         delta: bool,
         base_every: int = 20,
         verify: bool = False,
@@ -368,7 +368,7 @@ class RecordChannel(RecordReaders):
             address = self._sender.send(record)
         self._chain, header = after, record.header
         size = PublicationSize(self._name, header.kind, header.n_bytes, changed)
-        handle = self._name_version(address, Held(version, header.manifest_hash))
+        handle = self._name_version(address, version, header.manifest_hash)
         return PublishedWeights(version, header.manifest_hash, handle=handle, size=size)
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:

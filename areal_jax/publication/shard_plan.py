@@ -165,7 +165,10 @@ def layouts_of(
     """
     layouts, known = {}, dict[tuple[object, tuple[int, ...]], Mapping[Box, tuple[int, ...]]]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        key = leaf.sharding, leaf.shape
+        sharding = getattr(leaf, 'sharding', None)
+        key = sharding, leaf.shape
+        if sharding is None:  # of the host of a learner of one process
+            known[key] = {tuple((0, size) for size in leaf.shape): (0,)}
         if key not in known:
             found = collections.defaultdict[Box, set[int]](set)
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypedDict
 
 from areal_jax import files
 from areal_jax.errors import UserError
@@ -119,3 +122,32 @@ def remove_unread(directory: pathlib.Path) -> bool:
             pass
         files.remove_directory(directory)
     return True
+
+
+# Names of versions that are not directories, and manifests as JSON has them.
+
+
+class EncodedDigest(TypedDict):
+    """A manifest.LeafDigest as JSON has it."""
+
+    shape: list[int]
+    dtype: str
+    content: list[int]
+
+
+SHARDS = 'shards:'  # before the addresses of the senders of all processes of a learner, separated by semicolons
+
+
+def name_version(address: str, version: int, manifest_hash: str) -> str:
+    """Names a version at an address, 'shm:PATH#7@3f2a...'; servers are told by it which version to load."""
+    return f'{address}#{version}@{manifest_hash}'
+
+
+def join_addresses(addresses: Sequence[str]) -> str:
+    """Returns one address of the senders of all processes of a learner."""
+    return SHARDS + ';'.join(addresses)
+
+
+def hash_digests(leaves: Mapping[str, EncodedDigest]) -> str:
+    """sha256, in hex, of the sorted JSON of an encoded manifest."""
+    return hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()

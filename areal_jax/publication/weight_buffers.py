@@ -199,7 +199,7 @@ class WeightBuffers:
         words = self._room(shard.path, math.prod(shard.shape) * dtype.itemsize).view(_words(dtype))
         is_turned = shard.path in self._transposed
         leaf = words.reshape(shard.shape[::-1]).T if is_turned else words.reshape(shard.shape)
-        return leaf[(*shard.slices, ...)]  # the ellipsis keeps it an array where a leaf has no axes
+        return leaf[shard.slices] if shard.shape else leaf
 
     def _require_free(self) -> None:
         assert not self.in_use, 'buffers that an array of jax uses are not written'

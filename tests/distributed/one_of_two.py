@@ -36,10 +36,10 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     params = PARAMS
     if what == 'not finite':  # in the last row, which process 1 alone holds
         params = PARAMS | {'embedding': PARAMS['embedding'].at[-1, 0].set(np.nan)}
-    shares = {'publishes_files': what in ('publish', 'remote')}
+    shares = {'publication': 'leaves' if what in ('publish', 'remote') else 'gathered'}
     optimizer = ADAM if what == 'restore' else SGD
     learner = make_learner(fsdp=8, layers='stacked', params=params, optimizer=optimizer, changes=shares)
-    if shares['publishes_files']:
+    if shares['publication'] == 'leaves':
         _publish(index, directory, learner, what)
         return
     if index:

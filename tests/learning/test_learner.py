@@ -289,9 +289,9 @@ def test_future_token_is_refused_and_weights_are_untouched():
     _assert_bit_equal(make_weights(learner), jax.device_get(PARAMS))
 
 
-@pytest.mark.parametrize('publishes_files', [False, True])
-def test_published_weights_are_not_touched_by_later_updates(publishes_files):
-    learner = make_learner(publishes_files=publishes_files)
+@pytest.mark.parametrize('publication', ['gathered', 'leaves', 'shards'])
+def test_published_weights_are_not_touched_by_later_updates(publication):
+    learner = make_learner(publication=publication)
     published = learner.publish(0)
     held = jax.tree.map(np.array, published)
     for version in (2, 3):
@@ -305,7 +305,7 @@ def test_published_weights_are_not_touched_by_later_updates(publishes_files):
 @pytest.mark.parametrize('holds', [False, True])
 def test_a_version_for_a_file_is_a_copy_on_the_host(holds):
     """Updates write in place, whoever holds an earlier version, and give the same weights."""
-    files, copies = (make_learner(optimizer=ADAM, publishes_files=files) for files in (True, False))
+    files, copies = (make_learner(optimizer=ADAM, publication=kind) for kind in ('leaves', 'gathered'))
     assert files.warm_up() == copies.warm_up() - 1
     held, places = [], _places(files)
     for version in (2, 3, 4):

@@ -19,10 +19,10 @@ import jax
 from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import Model
 from areal_jax.app.parts.learner_builder import build_blocks
-from areal_jax.app.parts.part_settings import build_schedule, moves_devices
+from areal_jax.app.parts.part_settings import build_schedule, build_shard_versions, moves_devices
 from areal_jax.config import TrackedConfig
-from areal_jax.config.fields import ConfigError
-from areal_jax.config.kinds import CHANNEL, find_channel, resolve
+from areal_jax.config.addresses import OWN_HOST
+from areal_jax.config.kinds import CHANNEL, STREAM, find_channel, resolve
 from areal_jax.distributed.handshake import key_path, load_key
 from areal_jax.distributed.peers import prove_as_client, prove_as_server
 from areal_jax.learning.blockwise import cut_blocks, leaf_sizes
@@ -31,11 +31,14 @@ from areal_jax.protocols import Channel
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.carriers.shm_segment import remove_with_owner, segment_path, sweep
-from areal_jax.publication.carriers.stream_receiver import Reader, name_version, open_receiver
+from areal_jax.publication.carriers.stream_receiver import Reader, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, VersionWriter
-from areal_jax.publication.record import Held, RecordReceiver, RecordSender
+from areal_jax.publication.record import RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
+from areal_jax.publication.shard_channel import ShardChannel, ShardSender
+from areal_jax.publication.shard_versions import Everywhere
+from areal_jax.publication.versions import name_version
 from areal_jax.sharding.placement import Place
 from areal_jax.sharding.rules import Allocation
 from areal_jax.types import PublishedWeights, Tree
@@ -58,6 +61,7 @@ class ChannelParts:
     model: Model
     allocation: Allocation
     writers: Sequence[VersionWriter] = ()  # the other processes of the learner
+    publish_everywhere: Callable[[ShardSender], Everywhere] | None = None  # calls the senders of all processes
 
 
 def build_channel(parts: ChannelParts) -> PlacedChannel:
@@ -113,7 +117,7 @@ def build_records(
     config: TrackedConfig,
     sender: RecordSender,
     open_receiver: Callable[[str], RecordReceiver],
-    name_version: Callable[[str, Held], str] = lambda address, held: address,
+    name_version: Callable[[str, int, str], str] = lambda address, version, manifest_hash: address,
 ) -> RecordChannel:
     """Builds the channel over a carrier, with the deltas that publication.delta and its fields ask for."""
     publication = config.publication
@@ -125,33 +129,45 @@ def build_records(
     )  # fmt: skip
 
 
-# Builds the channels whose versions travel as records from one learner process: shared memory and sockets.
+# Builds the channels whose versions travel as records: shared memory and sockets.
 
 
 _RUN_DIGITS = 12  # of the digest of a workdir, in the name of a segment
 _DELTA_SHARE = 0.5  # room for deltas behind a whole record, as a share of its bytes
 
 
-def build_shm(parts: ChannelParts) -> RecordChannel:
-    """Builds a channel over a file in /dev/shm, removed with this process; first removes files of dead processes."""
-    _require_one_process(parts)
+def build_carried(parts: ChannelParts) -> RecordChannel | ShardChannel:
+    """Builds the channel of records over shared memory or sockets, from the one process of a learner or from all."""
+    config, sender = parts.config, open_sender(parts.config, parts.workdir)
+    readers = _open_readers(config, parts.workdir)
+    if parts.publish_everywhere is None:
+        return build_records(config, sender, readers, name_version)
+    versions = build_shard_versions(config, parts.publish_everywhere(share_sender(config, sender)))
+    return ShardChannel(versions, readers, verify=config.publication.verify)
+
+
+def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = '') -> RecordSender:
+    """Opens the carrier of this process, one of a learner, for a channel of records.
+
+    `own_host`: where this process listens if publication.listen='own'.
+    """
+    publication = config.publication
+    deadline_s, share = publication.reader_deadline_s, _share(config)
+    if publication.channel == STREAM.name:
+        prove = functools.partial(prove_as_server, key=stream_key(workdir))
+        listen = own_host if publication.listen == OWN_HOST else publication.listen
+        return StreamSender(prove, listen, delta_share=share, frame_deadline_s=deadline_s)
     sweep()
-    run = hashlib.sha256(os.fsencode(parts.workdir.absolute())).hexdigest()[:_RUN_DIGITS]
+    run = hashlib.sha256(os.fsencode(workdir.absolute())).hexdigest()[:_RUN_DIGITS]
     path = segment_path(run, secrets.token_hex(4))
-    deadline_s = parts.config.publication.reader_deadline_s
-    sender = ShmSender(path, delta_share=_share(parts.config), hold_deadline_s=deadline_s)
+    sender = ShmSender(path, delta_share=share, hold_deadline_s=deadline_s)
     remove_with_owner(path)
-    return build_records(parts.config, sender, _number(Reader), name_version)
+    return sender
 
 
-def build_stream(parts: ChannelParts) -> RecordChannel:
-    """Builds a channel over a Unix socket and, at publication.listen, a TCP socket."""
-    _require_one_process(parts)
-    publication = parts.config.publication
-    prove = functools.partial(prove_as_server, key=stream_key(parts.workdir))
-    deadline_s, share = publication.reader_deadline_s, _share(parts.config)
-    sender = StreamSender(prove, publication.listen, delta_share=share, frame_deadline_s=deadline_s)
-    return build_records(parts.config, sender, _number_proved(parts.config, parts.workdir), name_version)
+def share_sender(config: TrackedConfig, sender: RecordSender) -> ShardSender:
+    """Builds the end of this process over its carrier."""
+    return ShardSender(sender, delta=config.publication.delta)
 
 
 def number_readers(config: TrackedConfig, workdir: pathlib.Path | None) -> Callable[[str], RecordReceiver] | None:
@@ -164,6 +180,10 @@ def number_readers(config: TrackedConfig, workdir: pathlib.Path | None) -> Calla
 def stream_key(workdir: pathlib.Path) -> bytes:
     """Derives a key from the run's key, so that a proof to a sender of weights cannot be reused elsewhere."""
     return hmac.digest(load_key(key_path(workdir)), b'publication', 'sha256')
+
+
+def _open_readers(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[str], RecordReceiver]:
+    return _number_proved(config, workdir) if config.publication.channel == STREAM.name else _number(Reader)
 
 
 def _number_proved(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[str], RecordReceiver]:
@@ -185,12 +205,3 @@ def _number(make_reader: Callable[[str], Reader]) -> Callable[[str], RecordRecei
 
 def _share(config: TrackedConfig) -> float:
     return _DELTA_SHARE if config.publication.delta else 0.0
-
-
-def _require_one_process(parts: ChannelParts) -> None:
-    """Raises ConfigError for a learner of several processes: each has only some leaves, and a record has all."""
-    if parts.writers:
-        raise ConfigError(
-            f'publication.channel={parts.config.publication.channel!r} with a learner over {len(parts.writers) + 1} '
-            "processes: each writes its own leaves; use publication.channel='files'"
-        )

@@ -25,7 +25,7 @@ from areal_jax.lanes import engine_lane, short_name
 from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
-from areal_jax.publication.record_channel import RecordChannel
+from areal_jax.publication.record_channel import RecordReaders
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.generate import weight_shardings
 from areal_jax.rollout.decode.jax_backend import (
@@ -207,7 +207,7 @@ def bind_fetch(
     A reader of records keeps the weights in the backend's layout, so that a delta is applied there without another
     conversion.
     """
-    if isinstance(channel, RecordChannel) and (transposed := backend.find_transposed()) is not None:
+    if isinstance(channel, RecordReaders) and (transposed := backend.find_transposed()) is not None:
         return share_prepared(functools.partial(channel.read, place=place, transposed=transposed), PreparedWeights)
     return share_prepared(functools.partial(channel.receive, place=place), backend.prepare)
 

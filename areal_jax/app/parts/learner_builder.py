@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -90,7 +90,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
         strategy=config.cluster.strategy,
         publish_dtype=str(FIELDS['publication.dtype'].default) if supervised else config.publication.dtype,
-        publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
+        publication=_find_publication(config, supervised=supervised),
         objective=objective,
         scores=not find_server(config.rollout.server).in_process,
         seed=config.run.seed,
@@ -98,6 +98,13 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         critic=build_critic_settings(config, objective),
         records_routes=config.rollout.record_routes,
     )
+
+
+def _find_publication(config: TrackedConfig, *, supervised: bool) -> Literal['gathered', 'leaves', 'shards']:
+    channel = find_channel(config.publication.channel)
+    if supervised or not channel.reaches_processes:
+        return 'gathered'
+    return 'shards' if channel.sends_records else 'leaves'
 
 
 def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSection | None:

@@ -23,6 +23,7 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.lock_step import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
+from areal_jax.publication.shard_versions import Everywhere, ShardVersions
 from areal_jax.rollout import pool
 from areal_jax.rollout.pool import Requirement
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
@@ -51,6 +52,13 @@ def build_allocation(config: TrackedConfig, split: DeviceSplit | None = None) ->
     if split is not None:
         return allocate(*parse_split(split), from_end=True)
     return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
+
+
+def build_shard_versions(config: TrackedConfig, everywhere: Everywhere) -> ShardVersions:
+    """Builds what leads the versions that every process of a learner sends; `everywhere` calls the processes."""
+    publication = config.publication
+    base_every = publication.base_every if publication.delta else 1
+    return ShardVersions(everywhere, name=publication.channel, delta=publication.delta, base_every=base_every)
 
 
 def moves_devices(config: TrackedConfig) -> bool:

@@ -12,6 +12,7 @@ from ml_collections import config_dict
 from areal_jax.app.command_line import CommandLine
 from areal_jax.app.export.finished_export import export_in_process, holds_export
 from areal_jax.app.model.text_model import describe_source, describe_text_model, find_source, require_rules_of_origin
+from areal_jax.app.parts.part_settings import build_shard_versions
 from areal_jax.app.parts.task_builder import require_known_tasks
 from areal_jax.app.parts.workflow_builder import require_tools_shown
 from areal_jax.app.process.ending import Interrupts, judge_training
@@ -33,6 +34,7 @@ from areal_jax.app.run.run import (
 from areal_jax.app.workdir.run_directory import describe_unexported, holds_run, note_weights
 from areal_jax.config.cluster import DeviceSplit, list_roles, parse_learner
 from areal_jax.config.declarations import require_no_simulation
+from areal_jax.config.kinds import find_channel
 from areal_jax.distributed.handshake import (
     Hello,
     connect,
@@ -44,8 +46,9 @@ from areal_jax.distributed.handshake import (
 )
 from areal_jax.distributed.messages import RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import Peers
-from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
+from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner, publish_everywhere
 from areal_jax.errors import ExitCode, UserError
+from areal_jax.publication.shard_versions import ShardVersions
 from areal_jax.registry import Entry, await_living
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 
@@ -181,8 +184,11 @@ def _open_loop(
         context.start.begin('compiling what trains:')
         return learner.warm_up()
 
+    channel: RemoteChannel | ShardVersions = RemoteChannel(peers, pathlib.Path(directory))
+    if find_channel(config.publication.channel).sends_records:
+        channel = build_shard_versions(config, publish_everywhere(peers))
     return LoopSite(
-        RemoteChannel(peers, pathlib.Path(directory)), rates, compile_programs,
+        channel, rates, compile_programs,
         functools.partial(_describe_engines, entries),
         find_final_weights=functools.partial(_export, context, dtype),
         close_learner=learner.close,  # after any other end of the run, the learners notice it themselves and restart

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
 import jax
 from ml_collections import config_dict
 
 from areal_jax.app.export.run_export import build_companions, separates_head
-from areal_jax.app.model.model import build_model
+from areal_jax.app.model.model import Model, build_model
+from areal_jax.app.parts.channels import open_sender, share_sender
 from areal_jax.app.parts.compilations import print_passed_over, print_warnings, use_compilation_cache
 from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.parts.part_settings import build_mesh
@@ -16,6 +21,7 @@ from areal_jax.app.workdir.environment import read_xla_flags
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import LEARNER, LearnerLayout, parse_learner
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.kinds import find_channel
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.handshake import (
     Attempt,
@@ -31,6 +37,7 @@ from areal_jax.distributed.remote_learner import follow
 from areal_jax.distributed.rendezvous import accept_invitation
 from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.publication.export import PartWriter
+from areal_jax.publication.shard_channel import ShardSender
 from areal_jax.registry import Entry
 
 
@@ -55,13 +62,32 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     model = build_model(tracked)
     learner = build_learner(tracked, model, build_mesh(tracked))
     deadline_s = config.distributed.command_deadline_s
-    rendezvous.require_shared_workdir(deadline_s)
+    workdir = rendezvous.require_shared_workdir(deadline_s)
     rendezvous.meet(deadline_s)
     leader = accept_invitation(digest_config(tracked.as_dict()), deadline_s)
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves,
     # which needs the followers. They end when it dismisses them, or when they notice that it is gone.
     ignore_signals()
-    follow(learner, leader, versions=PartWriter(model.decoder.config, separate_head=separates_head(tracked)))
+    with open_versions(tracked, workdir, model, rendezvous.own_host(config.distributed.coordinator)) as versions:
+        follow(learner, leader, versions=versions)
+
+
+@contextlib.contextmanager
+def open_versions(
+    config: TrackedConfig, workdir: pathlib.Path, model: Model, host: str, *, finishes: bool = False
+) -> Iterator[PartWriter | ShardSender]:
+    """Opens what writes or sends this process's part of versions.
+
+    Args:
+      host: where other machines reach this process.
+      finishes: this process also writes the files that accompany the weights.
+    """
+    if find_channel(config.publication.channel).sends_records:
+        with contextlib.closing(share_sender(config, open_sender(config, workdir, host))) as sender:
+            yield sender
+    else:
+        companions = build_companions(workdir, model) if finishes else None
+        yield PartWriter(model.decoder.config, companions, separate_head=separates_head(config))
 
 
 # A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
@@ -98,13 +124,9 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
             connection = listener.accept(deadline_s).connection
             # a signal reaches all roles; the controller finishes its update and saves, which needs this process
             ignore_signals()
-            versions = PartWriter(
-                model.decoder.config,
-                build_companions(process.workdir, model),
-                separate_head=separates_head(tracked),
-            )
             reports = process.index == 0
-            follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
+            with open_versions(tracked, process.workdir, model, process.host, finishes=True) as versions:
+                follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
 
 
 def _meet(layout: LearnerLayout, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:

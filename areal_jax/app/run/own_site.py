@@ -80,7 +80,8 @@ from areal_jax.models.weights import Params
 from areal_jax.protocols import Learner
 from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.publication.record_channel import RecordChannel
+from areal_jax.publication.record_channel import RecordReaders
+from areal_jax.publication.shard_channel import ShardChannel
 from areal_jax.sharding.rules import Allocation, is_shared
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.telemetry.progress import StartProgress
@@ -185,8 +186,10 @@ def _open_loop(
 ) -> LoopSite:
     config, start = context.config, context.start
     allocation = build.build_allocation(config, split)
-    channel = build_channel(ChannelParts(config, context.workdir, model, allocation, learner.writers))
-    if isinstance(channel, RecordChannel):
+    channel = build_channel(
+        ChannelParts(config, context.workdir, model, allocation, learner.writers, learner.publish_everywhere)
+    )
+    if isinstance(channel, RecordReaders):
         context.own(channel)
     is_served = uses_servers(config)
     local = LocalEngines(
@@ -279,9 +282,11 @@ def _describe_engines(config: TrackedConfig, learner: OwnLearner, split: DeviceS
 
 
 def _find_final_weights(learner: OwnLearner, channel: PlacedChannel, steps: int) -> tuple[Params, str]:
-    """Returns the weights of the last version, from its files if no process has all of them, and their digest."""
+    """Returns the weights of the last version, and their digest; through the channel if no process has all of them."""
     weights = learner.publish(steps)
-    if is_shared(weights):
+    if isinstance(channel, ShardChannel):
+        weights = jax.device_get(channel.read_newest())
+    elif is_shared(weights):
         assert isinstance(channel, FilesChannel)
         weights = channel.map_version(steps)
     return weights, weights_sha256(weights)

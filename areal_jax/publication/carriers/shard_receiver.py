@@ -136,7 +136,7 @@ class _Meeting:
                     return
                 if len(self._records) < self._count:
                     raise PublicationError(
-                        'some processes of the learner sent fewer records of the weights than others'
+                        'the processes of the learner sent records that do not fit together: some sent fewer'
                     )
                 records = [self._records[index] for index in range(self._count)]
             yield records

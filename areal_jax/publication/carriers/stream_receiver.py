@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from areal_jax.errors import UserError
@@ -33,7 +33,7 @@ from areal_jax.publication.carriers.stream_socket import (
     encode_request,
 )
 from areal_jax.publication.record import Held, Record, RecordHeader, RecordReceiver, decode_header
-from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.versions import SHARDS, PublicationError
 
 _RETRY_S = 0.05
 _LINE_BYTES = 64
@@ -252,16 +252,6 @@ class Scheme:
     is_here: Callable[[str], bool]  # whether this host can reach the rest of the address
 
 
-def name_version(address: str, held: Held) -> str:
-    """Names a version at an address, 'shm:PATH#7@3f2a...'; servers are told by it which version to load."""
-    return f'{address}#{held.version}@{held.manifest_hash}'
-
-
-def join_addresses(addresses: Sequence[str]) -> str:
-    """Returns one address of the senders of all processes of a learner."""
-    return SHARDS + ';'.join(addresses)
-
-
 def parse_version_name(text: str) -> tuple[str, Held] | None:
     """Returns (address, version) of a text that `name_version` made; None for any other, such as a directory path."""
     address, mark, named = text.rpartition('#')
@@ -317,7 +307,6 @@ def _exists(rest: str) -> bool:
     return pathlib.Path(rest).exists()
 
 
-SHARDS = 'shards:'  # before the addresses of the senders of all processes of a learner, separated by semicolons
 SCHEMES: Mapping[str, Scheme] = {
     SHM: Scheme(lambda rest, reader: ShmReceiver(pathlib.Path(rest), reader.name), _exists),
     UNIX: Scheme(_open_stream(UNIX), _exists),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.app.model.model import describe_model
-from areal_jax.app.parts.channels import ChannelParts, build_device, build_shm, stream_key
+from areal_jax.app.parts.channels import ChannelParts, build_carried, build_device, stream_key
 from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
 from areal_jax.distributed.handshake import load_key
@@ -73,7 +73,7 @@ def test_the_segment_of_a_run_is_watched_as_long_as_it_is_there(tmp_path, monkey
     watched = []
     monkeypatch.setattr('areal_jax.app.parts.channels.remove_with_owner', watched.append)
     config = TrackedConfig(small_config(publication__channel='shm'))
-    channel = build_shm(ChannelParts(config, tmp_path, model=None, allocation=None))
+    channel = build_carried(ChannelParts(config, tmp_path, model=None, allocation=None))
     try:
         (path,) = watched
         assert path.exists()

@@ -7,9 +7,9 @@ from areal_jax.app.roles.serve import VersionLoader
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.carriers.files_carrier import FilesSender
 from areal_jax.publication.carriers.shm_carrier import ShmSender
-from areal_jax.publication.carriers.stream_receiver import Reader, name_version, open_receiver
+from areal_jax.publication.carriers.stream_receiver import Reader, open_receiver
 from areal_jax.publication.record_channel import RecordChannel
-from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.versions import PublicationError, name_version
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
 from areal_jax.types import PublishedWeights
 from tests.app.parts.test_engines import build_backend

@@ -9,13 +9,12 @@ from areal_jax.publication.carriers.shm_segment import segment_path
 from areal_jax.publication.carriers.stream_receiver import Reader as Settings
 from areal_jax.publication.carriers.stream_receiver import (
     StreamReceiver,
-    name_version,
     open_receiver,
     parse_version_name,
 )
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.record import Held
-from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.versions import PublicationError, name_version
 from tests.publication.carriers.record_samples import Reader, assert_got, held, make_chain, make_record
 from tests.publication.carriers.stream_proxy import prove_reader, prove_sender
 
@@ -122,7 +121,7 @@ def test_an_address_that_leads_nowhere(address, match):
 
 @pytest.mark.parametrize('address', ['shm:/dev/shm/a', 'unix:/tmp/s,tcp:node:1', 'tcp:node:1', 'unix:/tmp/a#b'])
 def test_a_version_at_an_address_has_a_name(address):
-    assert parse_version_name(name_version(address, Held(7, 'ab12'))) == (address, Held(7, 'ab12'))
+    assert parse_version_name(name_version(address, 7, 'ab12')) == (address, Held(7, 'ab12'))
 
 
 @pytest.mark.parametrize(
