@@ -1,4 +1,4 @@
-"""The ends of a channel to which every process of a learner sends its shards of each version; shard_versions.py leads."""
+"""The ends of a channel to which every process of a learner sends its shards; shard_versions.py leads them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ShardChannel(RecordReaders):
         self, versions: ShardVersions, open_receiver: Callable[[str], RecordReceiver], *, verify: bool = False
     ):
         super().__init__(open_receiver, verify=verify)
-        self._versions, self.release = versions, versions.release
+        self._versions = versions
         self._newest: PublishedWeights | None = None
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
@@ -150,3 +150,7 @@ class ShardChannel(RecordReaders):
         """Returns the weights of the version that was transferred last, on the first device of this process."""
         assert self._newest is not None, 'nothing was transferred'
         return self.receive(self._newest)
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """See protocols.Channel."""
+        self._versions.release(version, pinned)

@@ -18,6 +18,7 @@ from areal_jax.publication.manifest import device_manifest, finite_host_manifest
 from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.shard_channel import ShardChannel, ShardSender, take_shards
 from areal_jax.publication.shard_plan import divide_leaves, layouts_of
+from areal_jax.publication.shard_versions import ShardVersions
 from areal_jax.publication.versions import PublicationError
 from tests.publication.bits16 import Carrier
 from tests.publication.carriers.stream_proxy import prove_reader, prove_sender
@@ -25,7 +26,8 @@ from tests.publication.tiny import assert_bit_equal
 
 PROCESSES = 4  # of two devices each
 SPECS = {'embedding': P('fsdp', 'tensor'), 'layers': {'0': {
-    'query': P(None, None, ('fsdp', 'tensor')), 'norm': P(), 'experts': P('data', None, 'tensor'), 'log_rate': P('tensor'),
+    'query': P(None, None, ('fsdp', 'tensor')), 'norm': P(),
+    'experts': P('data', None, 'tensor'), 'log_rate': P('tensor'),
 }}}  # fmt: skip
 SHAPES = {'embedding': (24, 10), 'layers': {'0': {
     'query': (6, 3, 16), 'norm': (7,), 'experts': (4, 5, 6), 'log_rate': (8,),
@@ -88,8 +90,8 @@ class Processes:
 
 def open_channel(carriers, *, delta=True, **options):
     everywhere = Processes(carriers, delta=delta)
-    channel = ShardChannel(everywhere, lambda address: ShardReceiver(carriers), name='stream', delta=delta, **options)
-    return channel, everywhere
+    leader = ShardVersions(everywhere, name='stream', delta=delta, **options)
+    return ShardChannel(leader, lambda address: ShardReceiver(carriers)), everywhere
 
 
 @pytest.mark.parametrize('delta', [False, True])
@@ -262,9 +264,8 @@ def test_over_sockets(tmp_path_factory):
             for _ in range(PROCESSES)
         ]
         reader = Reader('engine', prove_reader)
-        channel = ShardChannel(
-            Processes(senders, delta=True), functools.partial(open_receiver, reader=reader), name='stream', delta=True
-        )
+        leader = ShardVersions(Processes(senders, delta=True), name='stream', delta=True)
+        channel = ShardChannel(leader, functools.partial(open_receiver, reader=reader))
         opened.callback(channel.close)
         for version, params in enumerate(versions(3)):
             published = channel.transfer(version, over(params))
