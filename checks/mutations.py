@@ -1427,7 +1427,7 @@ MUTATIONS = [
     Mutation(
         'swap weights whose digests nobody compared',
         'areal_jax.publication.weight_buffers:WeightBuffers.apply',
-        'require_equal(delta.header.leaves, found, end.version)',
+        'require_equal(after, found, end.version)',
         'pass',
         'tests/publication/test_record_channel.py',
     ),

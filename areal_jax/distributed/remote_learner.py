@@ -42,7 +42,7 @@ from areal_jax.distributed.messages import (
 from areal_jax.distributed.peers import CommandError, Connection, OnLost, Peer, Peers, end_process
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.counting import UpdatePrice
-from areal_jax.publication.shard_versions import Everywhere
+from areal_jax.publication.shard_versions import Everywhere, SentShards
 from areal_jax.publication.versions import PublicationError, remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
@@ -213,7 +213,7 @@ def publish_everywhere(peers: Peers, own: ShardSender | None = None) -> Everywhe
     `own`: of this process, if it is one of the learner; its result comes first.
     """
 
-    def everywhere(name: str, *args: Any, copy: Tree = None) -> list[Any]:
+    def everywhere(name: str, *args: object, copy: Tree = None) -> list[SentShards]:
         wait = peers.start_all(Command(name, args, PUBLICATION))
         results = []
         try:
@@ -452,9 +452,11 @@ class _Execution:
             return writer.write(directory, version, copy)
         return writer.finish(directory, version, copy, *rest)
 
-    def _send_shards(self, command: Command, sender: ShardSender) -> Any:
-        if command.name != 'send_shards':
-            return getattr(sender, command.name)(*command.args)
+    def _send_shards(self, command: Command, sender: ShardSender) -> SentShards | None:
+        if command.name == 'repeat_shards':
+            return sender.repeat_shards(*command.args)
+        if command.name == 'release_shards':
+            return sender.release_shards(*command.args)
         version, whole = command.args
         with self._lock:
             copy = self._published.pop(version)
