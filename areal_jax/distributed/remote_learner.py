@@ -4,10 +4,11 @@
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
                          RemoteLearner(peers), RemoteChannel(peers, directory)
 
-Results come from learner process 0, the first of the peers. Weights and optimizer state stay where they are:
-`publish` and `save` return descriptions, and the processes write their own parts when they are told to. A learner
-process executes the commands in the order of sending; separate threads write checkpoints and publications, so that
-commands continue meanwhile.
+Results come from learner process 0, the first of the peers. It alone gets the groups of `update` and `evaluate`, packs
+them, and sends each other learner process its rows (learning/led_passes.py). Weights and optimizer state stay where
+they are: `publish` and `save` return descriptions, and the processes write their own parts when they are told to. A
+learner process executes the commands in the order of sending; separate threads write checkpoints and publications, so
+that commands continue meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import queue
 import threading
@@ -30,7 +32,7 @@ from areal_jax.distributed.messages import (
     CLOSE,
     LEARNER,
     PUBLICATION,
-    RELAY,
+    ROWS,
     Answer,
     Command,
     Failure,
@@ -40,6 +42,7 @@ from areal_jax.distributed.messages import (
 )
 from areal_jax.distributed.peers import CommandError, Connection, OnLost, Peer, Peers, end_process
 from areal_jax.errors import UserError
+from areal_jax.learning.led_passes import Told
 from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.versions import PublicationError, remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
@@ -65,10 +68,12 @@ class RemoteLearner:
     """
 
     def __init__(self, peers: Peers):
-        """Asks learner process 0 for the price of updates."""
+        """Lets the learner processes meet, and asks learner process 0 for the price of updates."""
         self._peers = peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
-        peers.arrange_relays()
+        if len(peers) > 1:
+            lead = Command(_LEAD, (peers.names[1:], peers.addresses[1:], peers.deadline_s))
+            result_of(peers.call_led(lead, Command(_JOIN, (peers.deadline_s,))), peers.names, 'meet')
         self._price = UpdatePrice(*self._call('price'))
 
     def warm_up(self) -> int:
@@ -80,16 +85,17 @@ class RemoteLearner:
         return self._price.tokens(groups)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
-        return self._call('update', list(groups), version)
+        return self._call_led('update', list(groups), version)
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
-        return self._call('read_tokens', [int(draw) for draw in draws])
+        answer = self._peers.call(0, Command('read_tokens', ([int(draw) for draw in draws],)))
+        return result_of([answer], self._peers.names[:1], 'read_tokens')
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        return self._call('evaluate', list(groups))
+        return self._call_led('evaluate', list(groups))
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        return self._call('score', version, prompt_tokens, answer_tokens)
+        return self._call_led('score', version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> RemoteCopy:
         """Makes the processes copy their weights; RemoteChannel.transfer then makes them write the copies."""
@@ -113,6 +119,10 @@ class RemoteLearner:
 
     def _call(self, name: str, *args: Any) -> Any:
         return result_of(self._peers.call_all(Command(name, args)), self._peers.names, name)
+
+    def _call_led(self, name: str, *args: Any) -> Any:
+        """Calls a method of learner process 0, whose passes the others repeat."""
+        return result_of(self._peers.call_led(Command(name, args), Command(_REPEAT)), self._peers.names, name)
 
 
 class RemoteChannel:
@@ -232,9 +242,11 @@ def _require_published(answer: Answer, name: str) -> None:
 # A program over a mesh that spans processes is a collective: it hangs on all of them if one process omits it or starts
 # it in another order. So every process holds a learner with the same settings, and process 0 drives its own learner
 # only through `CommandLeader`. If a process is lost or exceeds the deadline, all others end with one sentence. The
-# followers run `follow`.
+# followers run `follow`, and get their rows of a batch over the connection of the commands.
 
 
+_REPEAT = 'repeat_passes'  # the command of a learner process while process 0 executes one of LED
+_LEAD, _JOIN = 'lead_processes', 'join_process_0'  # let the learner processes of a controller meet
 _AFTER_FOLLOWERS_S = 1.0  # later than the wait for followers, whose error names the late process
 _Args = TypeVarTuple('_Args')
 _R = TypeVar('_R')
@@ -246,6 +258,7 @@ class CommandLeader:
     def __init__(self, learner: SpmdLearner, peers: Peers):
         """`peers` are the followers, in the order of their numbers."""
         self._learner, self._peers = learner, peers
+        learner.lead(functools.partial(_send_rows, peers))
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
         self.writers = [RemotePartWriter(peers, index) for index in range(len(peers))]  # for FilesChannel
 
@@ -256,17 +269,17 @@ class CommandLeader:
         return self._learner.update_tokens(groups)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
-        return self.everywhere(self._learner.update, groups, version)
+        return self._lead(self._learner.update, groups, version)
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
         """Reads from this process's learner alone: every process has the results of all processes' steps."""
         return self._learner.read_tokens(draws)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        return self.everywhere(self._learner.evaluate, groups)
+        return self._lead(self._learner.evaluate, groups)
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        return self.everywhere(self._learner.score, version, prompt_tokens, answer_tokens)
+        return self._lead(self._learner.score, version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> Tree:
         return self.everywhere(self._learner.publish, version)
@@ -286,8 +299,15 @@ class CommandLeader:
 
     def everywhere(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
         """Calls a method of this process's learner and, by its name, the same method of every follower's."""
+        return self._run(method, args, Command(method.__name__, args))
+
+    def _lead(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
+        """Calls a method of this process's learner, whose passes the followers repeat."""
+        return self._run(method, args, Command(_REPEAT))
+
+    def _run(self, method: Callable[[*_Args], _R], args: tuple[*_Args], of_followers: Command) -> _R:
         name = method.__name__
-        wait = self._peers.start_all(Command(name, args))
+        wait = self._peers.start_all(of_followers)
         with _deadline(self._peers.deadline_s, f'the command {name!r}', self._peers.report_lost):
             try:
                 result = method(*args)
@@ -309,10 +329,25 @@ def _deadline(seconds: float, what: str, on_lost: OnLost) -> Iterator[None]:
         timer.cancel()
 
 
+def _send_rows(peers: Peers, values: Sequence[Told]) -> None:
+    peers.send_each([Command('rows', tuple(value), ROWS) for value in values])
+
+
+def _take_rows(peer: Peer, deadline_s: float | None) -> Told:
+    try:
+        content = peer.take(ROWS, deadline_s).content
+    except queue.Empty:
+        raise CommandError(f'{peer.name} sent no rows for distributed.command_deadline_s={deadline_s:g}') from None
+    assert isinstance(content, Command)
+    return Told(*content.args)
+
+
 COMMANDS = frozenset(
-    {'warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
+    {
+        *('warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', _REPEAT),
+        *('publish', 'save', 'restore', 'require_finite'),
+    }
 )
-_RELAY_S = 60.0  # deadline for processes that pass commands on to connect to each other
 _COPIES = 4  # versions published and not yet written: publication is never further behind
 
 
@@ -324,6 +359,7 @@ def follow(
     versions: PartWriter | None = None,
     reports: bool = False,
     listener: Listener | None = None,
+    deadline_s: float | None = None,
     on_lost: OnLost = end_process,
     commands: Collection[str] = COMMANDS,
 ) -> None:
@@ -334,28 +370,36 @@ def follow(
     Args:
       versions: writes this process's part of publications, if all processes write them.
       reports: results are sent back; for learner process 0 of a leader that has no learner itself.
-      listener: the one that the leader connected to; a parent in the relay tree connects there too.
+      listener: of a process that a controller leads; learner process 0 connects to the listeners of the others.
+      deadline_s: how long this process waits for rows of process 0; None = as long as it lives.
     """
     peer = Peer(connection, leader, on_lost)
     execution = _Execution(learner, versions, reports, commands)
+    if listener is None:
+        learner.follow(functools.partial(_take_rows, peer, deadline_s))
 
-    def join(command: Command) -> bool:
-        children, has_parent = command.args
-        if listener is None:
-            return False
-        peer.relay_to = [listener.connect(address, _RELAY_S).connection for address in children]
-        if has_parent:  # executes the parent's commands as if the leader had sent them
-            peer.read_also(listener.accept(_RELAY_S).connection)
-        return True
+    def execute(command: Command) -> Any:
+        if listener is None or command.name not in (_LEAD, _JOIN):
+            return execution.command(command)
+        return (_lead_processes if command.name == _LEAD else _join_process_0)(learner, listener, *command.args)
 
-    beside = {
-        CHECKPOINT: execution.write_checkpoint,
-        PUBLICATION: execution.write_publication,
-        RELAY: join,
-    }
-    for lane, execute in beside.items():
-        threading.Thread(target=_serve, args=(peer, lane, execute), name=lane, daemon=True).start()
-    _serve(peer, LEARNER, execution.command)
+    for lane, write in ((CHECKPOINT, execution.write_checkpoint), (PUBLICATION, execution.write_publication)):
+        threading.Thread(target=_serve, args=(peer, lane, write), name=lane, daemon=True).start()
+    _serve(peer, LEARNER, execute)
+
+
+def _lead_processes(
+    learner: SpmdLearner, listener: Listener, names: Sequence[str], addresses: Sequence[str], deadline_s: float
+) -> None:
+    """Connects learner process 0 to the others. The controller notices lost processes, and ends the run."""
+    found = [listener.connect(address, deadline_s).connection for address in addresses]
+    others = Peers(list(zip(names, found, strict=True)), deadline_s=deadline_s, on_lost=lambda reason: None)
+    learner.lead(functools.partial(_send_rows, others))
+
+
+def _join_process_0(learner: SpmdLearner, listener: Listener, deadline_s: float) -> None:
+    leader = Peer(listener.accept(deadline_s).connection, 'learner 0', lambda reason: None)
+    learner.follow(functools.partial(_take_rows, leader, deadline_s))
 
 
 def _serve(peer: Peer, lane: str, execute: Callable[[Command], Any]) -> None:

@@ -61,7 +61,8 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves,
     # which needs the followers. They end when it dismisses them, or when they notice that it is gone.
     ignore_signals()
-    follow(learner, leader, versions=PartWriter(model.decoder.config, separate_head=separates_head(tracked)))
+    versions = PartWriter(model.decoder.config, separate_head=separates_head(tracked))
+    follow(learner, leader, versions=versions, deadline_s=deadline_s)
 
 
 # A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
