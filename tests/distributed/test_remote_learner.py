@@ -41,7 +41,8 @@ class _Learner:
         if name.startswith('_'):
             raise AttributeError(name)
         results = {
-            'lead': None, 'follow': None, 'repeat_passes': None, 'read_tokens': [[]], 'warm_up': 7, 'price': UpdatePrice('ordinary', 2, False), 'update': {'loss/value': 0.5, 'ages': [1.0, 2]},
+            'lead': None, 'follow': None, 'repeat_passes': None, 'read_tokens': [[]],
+            'warm_up': 7, 'price': UpdatePrice('ordinary', 2, False), 'update': {'loss/value': 0.5, 'ages': [1.0, 2]},
             'evaluate': {'nll': 1.5}, 'score': np.float32([1, 2]) + self.index, 'publish': {'w': self.index},
             'restore': None, 'require_finite': None,
         }  # fmt: skip
