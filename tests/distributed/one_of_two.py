@@ -122,8 +122,7 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     placement.multihost_utils = None  # nothing is gathered
     serve = functools.partial(follow, learner, versions=PartWriter(CONFIG))
     if what == 'remote':
-        met = _wait_for_controller(index, directory)
-        serve(met.connection, met.hello.role, reports=index == 0)
+        _serve_controller(serve, index, directory)
     elif index:
         from areal_jax.distributed.rendezvous import accept_invitation
 
@@ -133,13 +132,14 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     (directory / f'fetched_{index}.json').write_text(json.dumps(fetched))
 
 
-def _wait_for_controller(index: int, directory: pathlib.Path):
+def _serve_controller(serve, index: int, directory: pathlib.Path) -> None:
     from areal_jax.distributed.handshake import Hello, Listener, key_path, load_key
 
     with Listener('127.0.0.1', 0, load_key(key_path(directory)), Hello(f'learner {index}', '')) as listener:
         (directory / f'address_{index}.partial').write_text(listener.address)
         (directory / f'address_{index}.partial').rename(directory / f'address_{index}')
-        return listener.accept(DEADLINE_S)
+        met = listener.accept(DEADLINE_S)
+        serve(met.connection, met.hello.role, reports=index == 0, listener=listener, deadline_s=DEADLINE_S)
 
 
 def _lead_publication(directory: pathlib.Path, learner) -> None:
