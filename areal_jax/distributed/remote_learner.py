@@ -245,7 +245,7 @@ def _require_published(answer: Answer, name: str) -> None:
 # followers run `follow`, and get their rows of a batch over the connection of the commands.
 
 
-_REPEAT = 'repeat_passes'  # the command of a learner process while process 0 executes one of LED
+_REPEAT = 'repeat_passes'  # the command of the others while process 0 executes one that reads a batch
 _LEAD, _JOIN = 'lead_processes', 'join_process_0'  # let the learner processes of a controller meet
 _AFTER_FOLLOWERS_S = 1.0  # later than the wait for followers, whose error names the late process
 _Args = TypeVarTuple('_Args')
