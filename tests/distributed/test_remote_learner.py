@@ -305,12 +305,15 @@ class _Recorder:
         return version
 
 
-def _pair(leader_learner, follower_learner, deadline_s=5.0):
+def _pair(leader_learner, follower_learner, deadline_s=5.0, rows_deadline_s=None):
     ours, theirs = make_pair()
     lost: list[str] = []
     # a daemon, so that a failing test does not keep the process
     thread = threading.Thread(
-        target=follow, args=(follower_learner, theirs), kwargs={'on_lost': lost.append}, daemon=True
+        target=follow,
+        args=(follower_learner, theirs),
+        kwargs={'on_lost': lost.append, 'deadline_s': rows_deadline_s},
+        daemon=True,
     )
     thread.start()
     peers = Peers([('follower 1', ours)], deadline_s=deadline_s, on_lost=lost.append)
@@ -341,6 +344,18 @@ def test_an_error_of_all_is_that_of_process_0_and_the_next_command_works():
     leader.close()
     thread.join(5)
     assert lost == []
+
+
+def test_a_follower_without_rows_gives_up_within_the_deadline():
+    silent = _Recorder()
+    silent.lead = lambda send: setattr(silent, 'send', lambda values: None)
+    leader, _, _ = _pair(silent, _Recorder(), rows_deadline_s=0.2)
+    with pytest.raises(
+        CommandError,
+        match=r"follower 1 failed at the command 'update' .* process 0 sent no rows for distributed.*=0\.2$",
+    ):
+        leader.update([], 1)
+    leader.close()
 
 
 class _Saver(_Recorder):
