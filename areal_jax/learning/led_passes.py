@@ -98,7 +98,7 @@ class PassLeader:
                 self._kept.append(array)
                 new[str(self._numbers[id(array)])] = array
             numbers[name] = self._numbers[id(array)]
-        shapes = [tuple(shape) for shape in rows.shapes]
+        shapes = [(shape.tokens, shape.loss_tokens) for shape in rows.shapes]
         cut = lambda own: {number: array[:, own] for number, array in new.items()}
         self._send([Told(tuple(call), shapes, numbers, cut(own)) for own in self._own])
 

@@ -254,9 +254,9 @@ def rows_by_process(mesh: Mesh, rows: int) -> dict[int, np.ndarray]:
     """The rows of a micro-batch of `rows` of which each process holds tokens: int, ascending, by its index."""
     held: dict[int, set[int]] = collections.defaultdict(set)
     places = NamedSharding(mesh, PartitionSpec(ROW_AXES)).devices_indices_map((rows,))
-    for device, index in places.items():
-        assert index is not None
-        held[device.process_index].update(range(*index[0].indices(rows)))
+    for device in mesh.devices.flat:
+        (own,) = places[device] or (slice(0),)
+        held[device.process_index].update(range(*own.indices(rows)))
     return {process: np.array(sorted(own)) for process, own in held.items()}
 
 
