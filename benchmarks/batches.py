@@ -67,9 +67,14 @@ class Batch(NamedTuple):
 
 
 def make_groups(batch: Batch, seed: int) -> list[TrajectoryGroup]:
-    """Answers of one segment each, with the routes of all tokens."""
-    rng, shape = np.random.default_rng(seed), (batch.layers, CHOICES)
-    routes = lambda n: {'routed_experts': rng.integers(0, EXPERTS, (n, *shape), np.uint8)} if batch.layers else {}
+    """Answers of one segment each, with the routes of all tokens: views of one array, each from another token on."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(0, EXPERTS, (4 * batch.tokens, batch.layers, CHOICES), np.uint8)
+
+    def routes(n: int) -> dict[str, np.ndarray]:
+        first = int(rng.integers(len(drawn) - n))
+        return {'routed_experts': drawn[first : first + n]} if batch.layers else {}
+
     made = []
     for draw in range(batch.groups):
         prompt, context = Prompt(draw, _draw(rng, PROMPT_TOKENS), 'math', {}), routes(PROMPT_TOKENS)
