@@ -85,17 +85,17 @@ class RemoteLearner:
         return self._price.tokens(groups)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
-        return self._call_led('update', list(groups), version)
+        return self._call('update', list(groups), version)
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
         answer = self._peers.call(0, Command('read_tokens', ([int(draw) for draw in draws],)))
         return result_of([answer], self._peers.names[:1], 'read_tokens')
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        return self._call_led('evaluate', list(groups))
+        return self._call('evaluate', list(groups))
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        return self._call_led('score', version, prompt_tokens, answer_tokens)
+        return self._call('score', version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> RemoteCopy:
         """Makes the processes copy their weights; RemoteChannel.transfer then makes them write the copies."""
@@ -118,11 +118,10 @@ class RemoteLearner:
         self._peers.close()
 
     def _call(self, name: str, *args: Any) -> Any:
-        return result_of(self._peers.call_all(Command(name, args)), self._peers.names, name)
-
-    def _call_led(self, name: str, *args: Any) -> Any:
-        """Calls a method of learner process 0, whose passes the others repeat."""
-        return result_of(self._peers.call_led(Command(name, args), Command(_REPEAT)), self._peers.names, name)
+        command = Command(name, args)
+        is_led = name in _LED
+        answers = self._peers.call_led(command, Command(_REPEAT)) if is_led else self._peers.call_all(command)
+        return result_of(answers, self._peers.names, name)
 
 
 class RemoteChannel:
@@ -245,7 +244,8 @@ def _require_published(answer: Answer, name: str) -> None:
 # followers run `follow`, and get their rows of a batch over the connection of the commands.
 
 
-_REPEAT = 'repeat_passes'  # the command of the others while process 0 executes one that reads a batch
+_LED = ('update', 'evaluate', 'score')  # process 0 alone executes them, and the others repeat its passes:
+_REPEAT = 'repeat_passes'
 _LEAD, _JOIN = 'lead_processes', 'join_process_0'  # let the learner processes of a controller meet
 _AFTER_FOLLOWERS_S = 1.0  # later than the wait for followers, whose error names the late process
 _Args = TypeVarTuple('_Args')
@@ -269,17 +269,17 @@ class CommandLeader:
         return self._learner.update_tokens(groups)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
-        return self._lead(self._learner.update, groups, version)
+        return self.everywhere(self._learner.update, groups, version)
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
         """Reads from this process's learner alone: every process has the results of all processes' steps."""
         return self._learner.read_tokens(draws)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        return self._lead(self._learner.evaluate, groups)
+        return self.everywhere(self._learner.evaluate, groups)
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        return self._lead(self._learner.score, version, prompt_tokens, answer_tokens)
+        return self.everywhere(self._learner.score, version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> Tree:
         return self.everywhere(self._learner.publish, version)
@@ -298,16 +298,9 @@ class CommandLeader:
         self._peers.close()
 
     def everywhere(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
-        """Calls a method of this process's learner and, by its name, the same method of every follower's."""
-        return self._run(method, args, Command(method.__name__, args))
-
-    def _lead(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
-        """Calls a method of this process's learner, whose passes the followers repeat."""
-        return self._run(method, args, Command(_REPEAT))
-
-    def _run(self, method: Callable[[*_Args], _R], args: tuple[*_Args], of_followers: Command) -> _R:
+        """Calls a method of this process's learner; every follower's does the same, or repeats its passes."""
         name = method.__name__
-        wait = self._peers.start_all(of_followers)
+        wait = self._peers.start_all(Command(_REPEAT) if name in _LED else Command(name, args))
         with _deadline(self._peers.deadline_s, f'the command {name!r}', self._peers.report_lost):
             try:
                 result = method(*args)
@@ -378,7 +371,7 @@ def follow(
     if listener is None:
         learner.follow(functools.partial(_take_rows, peer, deadline_s))
 
-    def execute(command: Command) -> Any:
+    def execute(command: Command) -> object:
         if listener is None or command.name not in (_LEAD, _JOIN):
             return execution.command(command)
         return (_lead_processes if command.name == _LEAD else _join_process_0)(learner, listener, *command.args)
