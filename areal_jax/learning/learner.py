@@ -33,8 +33,8 @@ from areal_jax.learning.led_passes import (
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, require_full_softmax
 from areal_jax.learning.objective.objectives import require_advantages, require_finite_loss
 from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.passes import Declared, Passes, PassWeights, Update, train
-from areal_jax.learning.programs import AHEAD, describe_cast, place_state
+from areal_jax.learning.passes import Declared, Passes, PassWeights, Teacher, Update, train
+from areal_jax.learning.programs import AHEAD, LearnerState, describe_cast, place_state
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.trained_part import (
@@ -179,20 +179,12 @@ class SpmdLearner:
     def lead(self, send: Callable[[Sequence[Told]], None]) -> None:
         """Makes this process 0 of a learner over several; `send` sends each other process, by index, its value."""
         held = self._layout.rows_by_process()
-        self._connect(PassLeader(send, [held[index] for index in range(1, len(held))]))
+        _connect(self.parts, self._teacher, PassLeader(send, [held[index] for index in range(1, len(held))]))
 
     def follow(self, receive: Callable[[], Told]) -> None:
         """Makes this another process of a learner over several; `receive` waits for the next value of process 0."""
-        self._connect(PassFollower(receive, self._layout.rows_by_process()[jax.process_index()]))
-
-    def _connect(self, link: PassLeader | PassFollower) -> None:
-        for passes in [part.passes for part in self.parts] + ([self._teacher.passes] if self._teacher else []):
-            passes.link = link
-
-    def _command(self) -> contextlib.AbstractContextManager[None]:
-        """A command that the other processes, if there are any, repeat."""
-        link = self._passes.link
-        return link.command() if isinstance(link, PassLeader) else contextlib.nullcontext()
+        own = self._layout.rows_by_process()[jax.process_index()]
+        _connect(self.parts, self._teacher, PassFollower(receive, own))
 
     def repeat_passes(self) -> None:
         """Repeats the passes of a command that process 0 executes. Raises LeaderFailedError if it fails there."""
@@ -205,20 +197,10 @@ class SpmdLearner:
             elif call.program == STEP:
                 self._passes.repeat_step(self.state, call, rows)
             else:
-                passes, weights = self._find_weights(call.weights)
+                passes, weights = _find_weights(call.weights, self._passes, self.state, self._teacher, self._ratio)
                 passes.repeat(call, weights, rows)
         if updated is not None:
             self._version = updated
-
-    def _find_weights(self, name: str | int) -> tuple[Passes, PassWeights]:
-        if name == TEACHER_WEIGHTS:
-            assert self._teacher is not None
-            return self._teacher.passes, self._teacher.pass_weights
-        if isinstance(name, int):
-            assert self._ratio is not None
-            return self._passes, self._ratio.weights(name, self.state)
-        of = self._passes.reference if name == REFERENCE_WEIGHTS else self._passes.trained
-        return self._passes, of(self.state)
 
     def _begin_update(self, version: int) -> None:
         self._copy = self._version = None
@@ -243,7 +225,7 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
         """
-        with self._command():
+        with _command(self._passes):
             return self._make_update(groups, version)
 
     def _make_update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
@@ -295,7 +277,7 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a result that is not finite.
         """
         objective = self._settings.objective
-        with self._command():
+        with _command(self._passes):
             advantages = objective.advantages(groups)
             batches, _ = self._layout.pack(groups, advantages, n_minibatches=1, keeps_groups=objective.keeps_groups)
             if not batches:
@@ -309,14 +291,11 @@ class SpmdLearner:
 
         None if the learner has other weights by now. `prompt_tokens` int32 [P], `answer_tokens` int32 [A], A >= 1.
         """
-        with self._command():
-            return self._score(prompt_tokens, answer_tokens) if version == self._version else None
-
-    def _score(self, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray:
         answer = Segment(answer_tokens, np.zeros(len(answer_tokens), np.float32), 0)
         prompt = Prompt(0, prompt_tokens, '', {})
         trajectory = Trajectory(prompt, 0, (answer,), 0.0, 'length', '', admitted_s=0.0, finished_s=0.0)
-        return self._logprobs([TrajectoryGroup(0, (trajectory,))])
+        with _command(self._passes):
+            return self._logprobs([TrajectoryGroup(0, (trajectory,))]) if version == self._version else None
 
     def _logprobs(self, groups: Sequence[TrajectoryGroup]) -> np.ndarray:
         """float32 [tokens], one for each generated token; the tokens of a trajectory are in order."""
@@ -419,6 +398,29 @@ class SpmdLearner:
         exports = self._host_copies is None
         declared = [one for part in self.parts for one in part.declared_programs(exports=exports)]
         return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
+
+
+def _connect(parts: Sequence[TrainedPart], teacher: Teacher | None, link: PassLeader | PassFollower) -> None:
+    for passes in [part.passes for part in parts] + ([] if teacher is None else [teacher.passes]):
+        passes.link = link
+
+
+def _command(passes: Passes) -> contextlib.AbstractContextManager[None]:
+    """A command whose passes the other processes, if this one leads, repeat."""
+    return passes.link.command() if isinstance(passes.link, PassLeader) else contextlib.nullcontext()
+
+
+def _find_weights(
+    name: str | int, passes: Passes, state: LearnerState, teacher: Teacher | None, ratio: RatioSampler | None
+) -> tuple[Passes, PassWeights]:
+    """The weights that a call names, and the passes that read them."""
+    if name == TEACHER_WEIGHTS:
+        assert teacher is not None
+        return teacher.passes, teacher.pass_weights
+    if isinstance(name, int):
+        assert ratio is not None
+        return passes, ratio.weights(name, state)
+    return passes, (passes.reference if name == REFERENCE_WEIGHTS else passes.trained)(state)
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

@@ -118,7 +118,7 @@ class PassFollower:
     """
 
     def __init__(self, receive: Callable[[], Told], own: np.ndarray):
-        self._receive, self._own = receive, own
+        self._receive, self.own = receive, own
 
     def calls(self) -> Iterator[tuple[PassCall, PassRows]]:
         """The passes of one command, with this process's rows. Raises LeaderFailedError if process 0 fails."""
@@ -126,7 +126,7 @@ class PassFollower:
         while (call := self._next(told := self._receive())).program != DONE:
             arrays |= {int(number): array for number, array in told.new.items()}
             rows = {name: arrays[number] for name, number in told.numbers.items()}
-            yield call, PassRows(rows, [RowShape(*shape) for shape in told.shapes], self._own)
+            yield call, PassRows(rows, [RowShape(*shape) for shape in told.shapes], self.own)
 
     def agree(self, compute: Callable[[], float]) -> float:
         """The number that process 0 has computed."""

@@ -220,12 +220,14 @@ def test_parts_are_the_bytes_of_the_message_in_order_without_a_copy():
     ids=['of another message', 'again', 'left out'],
 )
 def test_a_part_that_does_not_come_next_is_refused(change, fault):
-    ours, theirs = make_pair(part_bytes=5)
-    one, two = (seal(ours, part) for part in cut_parts([b'firstlast'], 5))
-    ours._sent = 1  # in place of the second part
-    send_raw(ours, change(one, two, seal(ours, next(cut_parts([b'other'], 5)))))
+    left, right = socket.socketpair()
+    keys = bytes(32), bytes(range(32))
+    first, second = (Connection(right, *keys) for _ in range(2))  # both begin to count at 0
+    one, two = (seal(first, part) for part in cut_parts([b'firstlast'], 5))
+    _, other = (seal(second, next(cut_parts([message], 5))) for message in (b'first', b'other'))
+    send_raw(first, change(one, two, other))
     with pytest.raises(WireError, match=fault):
-        theirs.receive()
+        Connection(left, *reversed(keys)).receive()
 
 
 def test_a_part_above_the_limit_is_refused():
