@@ -87,7 +87,6 @@ DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 PIECES = (DECODE_STEPS, 64, 256)
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
 FILE_SERVER_BYTES_S = 10e9  # read by all nodes together from the shared file system: yours will differ
-MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/peers.py, of the command with a batch
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
 _BUSY = 0.8  # of one core: the controller's load must be below it for the pieces that `choose_pieces` takes
@@ -240,7 +239,6 @@ class Load:
             'reading a version from the shared file system, of the time of an update': self.network_s / self.update_s,
             'writing a version on one core of each learner process, of an update': self.write_s / self.update_s,
             'reading and checking a version on one core of an engine, of an update': self.read_s / self.update_s,
-            'the largest command to the learner (1 GiB)': self.batch_bytes / MOST_FRAME_BYTES,
         }
 
 
