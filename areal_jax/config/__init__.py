@@ -269,11 +269,6 @@ def find_record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'{setting} with rollout.server={c.rollout.server!r}: these servers load directories of files; use '
             "publication.channel='files', or rollout.server='own'"
         )
-    if parse_learner(c.cluster.learner).hosts is not None:
-        yield (
-            f'{setting} with cluster.learner={c.cluster.learner!r}: learners in roles or over several processes write '
-            "files; use publication.channel='files', or a learner in one process"
-        )
 
 
 def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -281,9 +276,10 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     publication, server = c.publication, c.rollout.server
     if not publication.delta:
         return
+    channel, hosts = find_channel(publication.channel), parse_learner(c.cluster.learner).hosts
     for path, value, fits, why in (
         (
-            *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
+            *('publication.channel', publication.channel, channel.has_deltas),
             "it carries whole versions only; use publication.channel='files'",
         ),
         (
@@ -292,9 +288,9 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "publication.dtype='bfloat16'",
         ),
         (
-            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None),
-            'each process writes its own leaves, and a delta needs the version before in one process; use a learner '
-            'in the process of the trainer',
+            *('cluster.learner', c.cluster.learner, hosts is None or channel.sends_records),
+            'each process writes its own leaves, and a delta file needs the version before in one process; use '
+            "publication.channel='stream'",
         ),
         (
             *('rollout.server', server, find_server(server).reads_deltas),

@@ -27,7 +27,9 @@ from areal_jax.types import Tree
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) of each axis
 
-_LEAST_CUT = 1 << 16  # bytes: a smaller box that several processes hold is sent whole by one of them
+# A box that several processes hold is cut for them if each gets this many bytes and if it is this large a share of what
+# a process sends; else one of them sends it whole. Smaller shares would even out nothing and cost time for each shard.
+_LEAST_BYTES, _LEAST_SHARE = 1 << 16, 1 / 128
 _MOST_BYTES = 2 << 30  # of a shard
 
 
@@ -176,7 +178,7 @@ def to_box(index: Iterable[slice], shape: tuple[int, ...]) -> Box:
 def divide_leaves(layouts: Mapping[str, LeafLayout]) -> dict[int, list[Shard]]:
     """Assigns every element of every leaf to one process that holds it, about equally many bytes to each.
 
-    A box that several processes hold is cut into as many parts; a small one goes to the holder with the fewest bytes.
+    Boxes that several processes hold are cut into as many parts; small ones go whole to the holder with fewest bytes.
     Returns shards by process, in the order of their names; no shard has more than 2 GiB.
     """
     boxes = [(path, box, holders) for path, layout in layouts.items() for box, holders in layout.holders.items()]
@@ -184,9 +186,10 @@ def divide_leaves(layouts: Mapping[str, LeafLayout]) -> dict[int, list[Shard]]:
     processes = sorted({process for *_, holders in boxes for process in holders})
     shards: dict[int, list[Shard]] = {process: [] for process in processes}
     given = dict.fromkeys(processes, 0)  # bytes
+    least = _LEAST_SHARE * sum(nbytes(path, box) for path, box, _ in boxes) / max(1, len(processes))
     for path, box, holders in sorted(boxes, key=lambda each: (-nbytes(*each[:2]), each)):
         layout = layouts[path]
-        is_cut = nbytes(path, box) >= _LEAST_CUT * len(holders)
+        is_cut = nbytes(path, box) >= max(_LEAST_BYTES * len(holders), least)
         for part in _cut_evenly(box, len(holders)) if is_cut else [box]:
             sender = min(holders, key=given.__getitem__)
             given[sender] += nbytes(path, part)

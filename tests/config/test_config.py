@@ -120,7 +120,7 @@ BAD = [
     ),
     (
         _DELTA | {'cluster.learner': 'hosts=2 x fsdp=2'},
-        r"learner='hosts=2 x fsdp=2': each process writes its own leaves",
+        r"learner='hosts=2 x fsdp=2': each process writes its own leaves, .* use publication\.channel='stream', or",
     ),
     (
         _DELTA | {'rollout.server': 'external', 'rollout.urls': ('vllm+http://a:1',)},
@@ -130,10 +130,6 @@ BAD = [
     (
         _VLLM | {'publication.channel': 'shm'},
         r"channel='shm' with rollout\.server='vllm': these servers load directories of files; use .*='files', or ",
-    ),
-    (
-        _SERVERS | {'publication.channel': 'stream', 'cluster.learner': 'hosts=1 x data=1'},
-        r"channel='stream' with cluster\.learner='hosts=1 x data=1': learners in roles .* use publication\.channel=",
     ),
     ({'publication.listen': 'node:port'}, r"listen='node:port' must be a host or host:port, with brackets"),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),

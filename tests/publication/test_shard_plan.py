@@ -137,9 +137,8 @@ def test_each_host_of_an_engine_gets_each_element_once(seed):
     shards = divide_leaves(layouts)
     require_sound_shards(layouts, shards)
     sent = count_sent(shards, layouts)
-    assert max(sent) <= np.mean(sent) + (
-        processes << 16
-    )  # a box below 64 KiB for each process that holds it stays whole
+    # boxes stay whole below 64 KiB for each process that holds them, or below 1/128 of what a process sends
+    assert max(sent) <= np.mean(sent) + max(processes << 16, np.mean(sent) / 128)
 
     hosts, each = int(rng.choice((1, 2, 4))), int(rng.choice((1, 2, 8)))
     engine = draw_tree(rng, shapes, draw_sizes(rng, hosts * each), DEVICES[: hosts * each])
