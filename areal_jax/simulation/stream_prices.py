@@ -36,6 +36,15 @@ class StreamCosts:
     latency_s: float = 0.01  # l: the leader's words with its processes and with engines; an assumption
 
 
+# python -m benchmarks.host --rows=stream: benchmarks/results/host_stream.json
+_BYTES, _FRAMES = 1 << 28, 20_000
+MEASURED_STREAM = StreamCosts(
+    store_byte_s=0.02839 / _BYTES, send_byte_s=0.1848 / _BYTES,
+    receive_byte_s=0.1817 / _BYTES, frame_s=1.195 / _FRAMES,
+    copy_byte_s=0.02274 / _BYTES, digest_byte_s=0.02765 / _BYTES,
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamedVersion:
     """A whole version, its senders and its readers."""
@@ -72,6 +81,11 @@ class StreamedVersion:
     def load_s(self) -> float:
         on_devices_s = (1 / self.costs.device_bytes_s + 1 / self.memory_bytes_s) / self.devices
         return self.nbytes * (self.costs.copy_byte_s + on_devices_s)
+
+    @property
+    def host_digest_s(self) -> float:
+        """Seconds that `load_s` grows by where devices do not digest."""
+        return self.nbytes * self.costs.digest_byte_s
 
     @property
     def late_s(self) -> float:
