@@ -115,8 +115,8 @@ _FIXED: Mapping[str, object] = {
     'run.clock': 'virtual', 'run.export': False, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
     'rollout.record_routes': False, 'learner.routes': 'live',
 }  # fmt: skip
-# every kind of server is simulated as a server of this project; the transport of versions is only a price, which
-# depends on whether they are sent as records
+# every kind of server is simulated as a server of this project; the transport of versions is only a price, of sockets
+# or of the networks of the devices
 _AS_SERVERS: Mapping[str, object] = {
     'rollout.server': OWN.name, 'rollout.urls': (), 'publication.channel': FILES.name,
 }  # fmt: skip
@@ -152,8 +152,9 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     changed = config.copy_and_resolve_references()
     with changed.unlocked():
         is_alone = find_server(config.rollout.server).in_process
-        streams = {'publication.channel': STREAM.name} if config.publication.channel == STREAM.name else {}
-        changed.update_from_flattened_dict({**_FIXED, **(_AS_ENGINES if is_alone else _AS_SERVERS | streams)})
+        changed.update_from_flattened_dict({**_FIXED, **(_AS_ENGINES if is_alone else _AS_SERVERS)})
+        if config.publication.channel == STREAM.name and not is_alone:
+            changed.publication.channel = STREAM.name
     return changed.lock()
 
 
