@@ -54,7 +54,7 @@ from areal_jax.config.declarations import ROOFLINE, TASK, VIRTUAL
 from areal_jax.config.drawn_lengths import Lengths, parse_lengths
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.generation import uses_servers
-from areal_jax.config.kinds import DEVICE, FILES, OWN, STREAM, find_server
+from areal_jax.config.kinds import DEVICE, FILES, OWN, find_channel, find_server
 from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import Price, VirtualClock
@@ -153,8 +153,8 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     with changed.unlocked():
         is_alone = find_server(config.rollout.server).in_process
         changed.update_from_flattened_dict({**_FIXED, **(_AS_ENGINES if is_alone else _AS_SERVERS)})
-        if config.publication.channel == STREAM.name and not is_alone:
-            changed.publication.channel = STREAM.name
+        if find_channel(config.publication.channel).uses_network and not is_alone:
+            changed.publication.channel = config.publication.channel
     return changed.lock()
 
 
@@ -265,7 +265,7 @@ def _read_roofline(config: TrackedConfig, engines: int) -> RooflineSettings:
         switch_s=ours.switch_s,
         optimizer_steps=learner.n_minibatches * learner.epochs,
         stream=StreamLinks(parse_learner(config.cluster.learner).processes, ours.link_bytes_s)
-        if config.publication.channel == STREAM.name
+        if find_channel(config.publication.channel).uses_network
         else None,
     )
 

@@ -403,7 +403,9 @@ def make_tables(costs: HostCosts) -> dict[str, str]:
     limits = [(name, functools.partial(tell_share, name)) for name in loads[0].shares()]
     tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'storage': FILES, 'limits': limits}
     streamed = [*loads, Peak(WHOLE_NODES).load(costs)]
-    return {name: make_table(lines, loads) for name, lines in tables.items()} | {'stream': make_table(STREAM, streamed)}
+    return {name: make_table(lines, loads) for name, lines in tables.items()} | {
+        'sockets': make_table(STREAM, streamed)
+    }
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
