@@ -292,10 +292,10 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     publication, server = c.publication, c.rollout.server
     if not publication.delta:
         return
-    sends = find_channel(publication.channel).sends_records
+    channel, hosts = find_channel(publication.channel), parse_learner(c.cluster.learner).hosts
     for path, value, fits, why in (
         (
-            *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
+            *('publication.channel', publication.channel, channel.has_deltas),
             "it carries whole versions only; use publication.channel='files'",
         ),
         (
@@ -304,8 +304,9 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "publication.dtype='bfloat16'",
         ),
         (
-            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None or sends),
-            "each process writes its own leaves as files, which are whole; use publication.channel='stream'",
+            *('cluster.learner', c.cluster.learner, hosts is None or channel.sends_records),
+            'each process writes its own leaves, and a delta file needs the version before in one process; use '
+            "publication.channel='stream'",
         ),
         (
             *('rollout.server', server, find_server(server).reads_deltas),

@@ -252,6 +252,9 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
     'passes': Real(4.0, POSITIVE, 'roofline: forward passes that an update costs: 3, and 1 for proximal log-probs'),
     'update_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of an update besides passes and optimizer'),
     'load_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of a publication besides its bytes'),
+    'link_bytes_s': Real(
+        12.5e9, POSITIVE, "roofline, publication.channel='stream': bytes a second of a host's network, each direction"
+    ),
     'switch_s': Real(0.0, NOT_NEGATIVE, 'engines that share the learner: seconds to change from one to the other'),
     'join': Flag(True, 'join dispatches between which nothing is decided: the same events, in less time'),
 }

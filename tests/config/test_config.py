@@ -120,7 +120,7 @@ BAD = [
     ),
     (
         _DELTA | {'cluster.learner': 'hosts=2 x fsdp=2'},
-        r"learner='hosts=2 x fsdp=2': each process writes its own leaves as files, .* use publication\.channel='stream'",
+        r"learner='hosts=2 x fsdp=2': each process writes its own leaves, .* use publication\.channel='stream', or",
     ),
     (
         _DELTA | {'rollout.server': 'external', 'rollout.urls': ('vllm+http://a:1',)},

@@ -30,8 +30,11 @@ from areal_jax.simulation.prices import (
     ModelShape,
     Reached,
     Roofline,
+    StreamLinks,
     step_overhead_s,
+    stream_version,
 )
+from areal_jax.simulation.stream_prices import LINK_BYTES_S, NODE, StreamedVersion
 
 # bytes, CPU seconds and tokens of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes
 _BATCH_BYTES, _BATCH_CPU_S, _BATCH_TOKENS = 17.9e6, 0.092, 512 * 16 * 256
@@ -82,7 +85,6 @@ def _find(rows: Sequence[Mapping[str, Any]], row: str, **fields: object) -> Mapp
     return next(found for found in rows if all(found.get(name) == value for name, value in wanted.items()))
 
 
-NODE = 8  # accelerators
 DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 PIECES = (DECODE_STEPS, 64, 256)
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
@@ -260,6 +262,8 @@ LAYOUTS = (
     Layout(R1_DISTILL_32B, 'hosts=20 x data=5,fsdp=8,tensor=4', '88 x tensor=4', 512 * 16),
 )
 
+WHOLE_NODES = dataclasses.replace(LAYOUTS[-1], engines='44 x tensor=8')  # half as many readers of a version
+
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
@@ -292,6 +296,12 @@ class Peak:
         """The load at the pace of the slower side."""
         pace = Pace(min(self.generated_s, self.trained_s), MEAN_TOKENS, LIVE_POSITIONS, self.slots)
         return Load(self.layout, pace, costs, decode_steps)
+
+
+def stream(load: Load) -> StreamedVersion:
+    """A version with publication.channel='stream' in place of files."""
+    links = StreamLinks(load.layout.learner_layout.processes, LINK_BYTES_S)
+    return stream_version(links, Peak(load.layout).engine, load.layout.engines_layout.count)
 
 
 def number(value: float) -> str:
@@ -348,6 +358,33 @@ FILES: Lines = (
 )
 
 
+def receive_once(load: Load) -> StreamedVersion:
+    """A version that one engine of each node receives, for the others too."""
+    return dataclasses.replace(stream(load), engines=load.engine_hosts, engines_of_host=1)
+
+
+def pass_on(load: Load) -> StreamedVersion:
+    """A version that leaves the learner once, and that each node sends on while it receives it: the least time."""
+    return dataclasses.replace(stream(load), engines=1, engines_of_host=1)
+
+
+STREAM: Lines = (
+    ('`cluster.engines`', lambda load: f'`{load.layout.engines}`'),
+    ('sent by each learner process, GB', lambda load: number(stream(load).sent_bytes / 1e9)),
+    ('received by each node of engines, GB', lambda load: number(stream(load).received_bytes / 1e9)),
+    ('s to prepare a version', lambda load: number(stream(load).prepare_s)),
+    ('s to send and receive it', lambda load: number(stream(load).transfer_s)),
+    ('s to load it', lambda load: number(stream(load).load_s)),
+    ('s until engines have it', lambda load: f'**{number(stream(load).late_s)}**'),
+    ('of an update', lambda load: percent(stream(load).late_s / load.update_s)),
+    ('s if each node received it once', lambda load: number(receive_once(load).late_s)),
+    ('s if nodes also passed it on to each other', lambda load: number(pass_on(load).late_s)),
+    ('cores of each learner process, sending', lambda load: number(stream(load).sending_cores)),
+    ('cores of each node of engines, receiving', lambda load: number(stream(load).receiving_cores)),
+    ('s more if engines digest on the host', lambda load: number(stream(load).host_digest_s)),
+)
+
+
 def tell_share(name: str, load: Load) -> str:
     return percent(load.shares()[name])
 
@@ -363,7 +400,10 @@ def make_tables(costs: HostCosts) -> dict[str, str]:
     loads = [Peak(layout).load(costs) for layout in LAYOUTS]
     limits = [(name, functools.partial(tell_share, name)) for name in loads[0].shares()]
     tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'storage': FILES, 'limits': limits}
-    return {name: make_table(lines, loads) for name, lines in tables.items()}
+    streamed = [*loads, Peak(WHOLE_NODES).load(costs)]
+    return {name: make_table(lines, loads) for name, lines in tables.items()} | {
+        'sockets': make_table(STREAM, streamed)
+    }
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
