@@ -492,7 +492,8 @@ class _Execution:
         if command.name == 'repeat_shards':
             return sender.repeat_shards(*command.args)
         if command.name == 'release_shards':
-            return sender.release_shards(*command.args)
+            sender.release_shards(*command.args)
+            return None
         version, whole = command.args
         with self._lock:
             copy = self._published.pop(version)
