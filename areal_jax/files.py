@@ -33,6 +33,7 @@ _INSTEAD = {
     'https': 'download it first and name the file',
     'file': 'write the path alone, without file://',
 }
+_STORE = re.compile('(?:gs|s3|memory)://.+')
 _MOUNT = 'mount the bucket (gcsfuse, mountpoint-s3 or the driver of the cluster) and name the mount'
 
 
@@ -57,6 +58,11 @@ def describe_url(path: str) -> str:
         return ''
     fix = _INSTEAD.get(found[1].lower(), _MOUNT)
     return f'is a URL, and a run needs a directory or file of a file system: {fix}'
+
+
+def is_address(path: str) -> bool:
+    """Tells whether a path is an address of an object store that checkpoint/mirror.py reads."""
+    return _STORE.fullmatch(path) is not None
 
 
 def require_local(name: str, path: str) -> None:
