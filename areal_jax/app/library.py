@@ -29,7 +29,7 @@ from areal_jax.config.cluster import parse_learner
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.objectives import find_objective
 from areal_jax.errors import UserError
-from areal_jax.files import require_local
+from areal_jax.files import is_address, require_local
 
 LoopRun: TypeAlias = Run[Loop]
 SftRun: TypeAlias = Run[SftTraining]
@@ -118,6 +118,8 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
     """
     from areal_jax.app.export.run_export import export_run
 
+    if not is_address(os.fspath(workdir)):
+        require_local('workdir', os.fspath(workdir))
     require_local('out', os.fspath(out))
     return export_run(locate_run(os.fspath(workdir)), pathlib.Path(out), step=step, dtype=dtype)
 

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -20,7 +21,8 @@ import msgspec
 
 from areal_jax.checkpoint.shards import brief
 from areal_jax.errors import UserError
-from areal_jax.files import is_address
+from areal_jax.files import find_package, is_address
+from areal_jax.installation import describe_install
 
 COMMITTED = 'committed.json'  # in a copy
 _STEP = re.compile(r'step_(\d{8,})(?:_(\d+))?')
@@ -65,6 +67,10 @@ class Mirror:
     """
 
     def __init__(self, address: str, check: Callable[[], None] = lambda: None):
+        if (package := find_package(address)) and importlib.util.find_spec(package) is None:
+            raise MirrorError(
+                f'{address} needs the package {package}, which is not installed: {describe_install("mirror")}'
+            )
         from fsspec.core import url_to_fs  # takes 0.1 s
 
         self.address, self._check = address.rstrip('/'), check

@@ -3,14 +3,21 @@
 import errno
 
 import pytest
+from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 
 from areal_jax.checkpoint.mirror import DamagedCopyError, Mirror, MirrorError
 
+STORE = MemoryFileSystem()
+
+
+@pytest.fixture(autouse=True)
+def empty_store():
+    STORE.store.clear()
+
 
 @pytest.fixture(params=['memory://', 'directory'])
 def mirror(request, tmp_path):
-    MemoryFileSystem.store.clear()
     return Mirror('memory://bucket/run/' if request.param == 'memory://' else str(tmp_path / 'mirror' / 'run'))
 
 
@@ -54,20 +61,19 @@ def test_steps_are_sorted_by_number_and_repetition(mirror, sources):
 @pytest.mark.parametrize('break_at', [0, 1, 2, 3])
 def test_an_upload_that_breaks_at_any_file_commits_nothing(sources, monkeypatch, break_at):
     """File 3 is the record itself."""
-    MemoryFileSystem.store.clear()
-    mirror, opened, whole = Mirror('memory://bucket/run'), [], MemoryFileSystem._open
+    mirror, opened, whole = Mirror('memory://bucket/run'), [], MemoryFileSystem.open
 
     def open_or_break(self, path, mode='rb', **settings):
-        opened.append(path)
+        opened.extend([path] if mode == 'wb' else [])
         if mode == 'wb' and len(opened) == break_at + 1:
             raise ConnectionResetError('the connection was cut')
         return whole(self, path, mode, **settings)
 
-    monkeypatch.setattr(MemoryFileSystem, '_open', open_or_break)
+    monkeypatch.setattr(MemoryFileSystem, 'open', open_or_break)
     with pytest.raises(MirrorError, match=r'^memory://bucket/run: ConnectionResetError: the connection was cut$'):
         mirror.write('step_00000002', 2, sources)
     assert mirror.steps() == []
-    monkeypatch.setattr(MemoryFileSystem, '_open', whole)
+    monkeypatch.setattr(MemoryFileSystem, 'open', whole)
     mirror.write('step_00000002', 2, sources)
     assert mirror.steps() == ['step_00000002']
 
@@ -83,13 +89,12 @@ def test_a_refusal_is_one_sentence_with_the_address(sources, monkeypatch, error,
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(MemoryFileSystem, '_open', refuse)
+    monkeypatch.setattr(MemoryFileSystem, 'open', refuse)
     with pytest.raises(MirrorError, match=f'^memory://bucket/run: {sentence}$'):
         Mirror('memory://bucket/run').write('step_00000002', 2, sources)
 
 
 def test_a_store_that_keeps_less_than_it_got_commits_nothing(sources, monkeypatch):
-    MemoryFileSystem.store.clear()
     mirror, whole = Mirror('memory://bucket/run'), MemoryFileSystem.find
 
     def lose(self, path, **settings):
@@ -106,14 +111,13 @@ def test_a_store_that_keeps_less_than_it_got_commits_nothing(sources, monkeypatc
 
 @pytest.mark.parametrize(('change', 'reason'), [(b'CONTENT', 'is not the committed file'), (None, 'lacks b/c')])
 def test_a_file_that_changed_in_the_store_is_found(sources, tmp_path, change, reason):
-    MemoryFileSystem.store.clear()
     mirror = Mirror('memory://bucket/run')
     mirror.write('step_00000002', 2, sources)
     stored = '/bucket/run/step_00000002/b/c'
     if change is None:
-        mirror._store.rm_file(stored)
+        STORE.rm_file(stored)
     else:
-        mirror._store.pipe_file(stored, change)
+        STORE.pipe_file(stored, change)
     with pytest.raises(DamagedCopyError, match=reason):
         mirror.fetch('step_00000002', tmp_path / 'back')
 
@@ -122,16 +126,16 @@ def test_a_file_that_changed_in_the_store_is_found(sources, tmp_path, change, re
 def test_a_record_that_is_cut_or_of_another_form_is_damage(sources, content):
     mirror = Mirror('memory://bucket/run')
     mirror.write('step_00000002', 2, sources)
-    mirror._store.pipe_file('/bucket/run/step_00000002/committed.json', content)
-    with pytest.raises(DamagedCopyError, match='committed.json cannot be read'):
+    STORE.pipe_file('/bucket/run/step_00000002/committed.json', content)
+    with pytest.raises(DamagedCopyError, match=r'committed\.json cannot be read'):
         mirror.read_record('step_00000002')
 
 
 def test_no_record_leads_out_of_the_directory(tmp_path):
     mirror = Mirror('memory://bucket/run')
     mirror.write('step_00000002', 2, make_files(tmp_path, {'a': b'1'}))
-    record = mirror._store.cat_file('/bucket/run/step_00000002/committed.json')
-    mirror._store.pipe_file('/bucket/run/step_00000002/committed.json', record.replace(b'"a"', b'"../a"'))
+    record = STORE.cat_file('/bucket/run/step_00000002/committed.json')
+    STORE.pipe_file('/bucket/run/step_00000002/committed.json', record.replace(b'"a"', b'"../a"'))
     with pytest.raises(DamagedCopyError, match=r"has a file outside of it, '\.\./a'"):
         mirror.fetch('step_00000002', tmp_path / 'back')
 
@@ -140,9 +144,10 @@ def test_the_newest_stay_and_unfinished_or_later_copies_go(mirror, sources):
     for step in range(1, 6):
         mirror.write(f'step_{step:08d}', step, sources)
     mirror.write('finished', 5, sources)
-    mirror._store.rm_file(f'{mirror._root}/step_00000002/committed.json')
+    store, root = url_to_fs(mirror.address)
+    store.rm_file(f'{root}/step_00000002/committed.json')
     mirror.remove_others('step_00000004', keep=2)
-    left = {path.removeprefix(f'{mirror._root}/').split('/')[0] for path in mirror._store.find(mirror._root)}
+    left = {path.removeprefix(f'{root}/').split('/')[0] for path in store.find(root)}
     assert left == {'step_00000003', 'step_00000004', 'finished'}
 
 
@@ -155,7 +160,6 @@ def test_a_file_that_grows_is_copied_to_its_size_at_the_start(tmp_path):
         with path.open('ab') as file:
             file.write(b'6789')
 
-    MemoryFileSystem.store.clear()
     mirror = Mirror('memory://bucket/run', check=grow)
     mirror.write('step_00000002', 2, {'events.jsonl': path})
     mirror.fetch('step_00000002', tmp_path / 'back')

@@ -22,7 +22,7 @@ from areal_jax.config.kinds import IN_PROCESS, SERVING, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.sources import list_tasks
 from areal_jax.errors import UserError
-from areal_jax.files import is_address
+from areal_jax.files import find_package
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment
 
@@ -147,9 +147,6 @@ EXTRAS = {
 }
 
 
-_STORES = {'s3': 's3fs', 'gs': 'gcsfs'}  # by scheme
-
-
 def require_extras(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for the first package that this config needs and that is not installed; imports nothing."""
     for module, reason, instead in _needed(config):
@@ -167,7 +164,7 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
     for field, address in (('run.mirror', c.run.mirror), ('model.path', c.model.path)):
-        if module := _STORES.get(address.partition('://')[0] if is_address(address) else ''):
+        if module := find_package(address):
             yield module, f'{field}={address!r}', ''
     for task in list_tasks(c).values():
         if task.name == NAME and task.path == HUMAN_EVAL:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import urllib.request
 from collections.abc import Iterable, Iterator
 
 FAULTS = {
@@ -29,7 +31,7 @@ class FaultyServer:
             return self._app(environ, start_response)
         self.refused += 1
         if (answer := FAULTS[self.fault]) is None:
-            environ['werkzeug.socket'].close()
+            environ['werkzeug.socket'].shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError('cut')
         status, code, message = answer
         start_response(f'{status} {code}', [('Content-Type', 'application/xml')])
@@ -49,6 +51,7 @@ def serve_s3() -> Iterator[FaultyServer]:
     thread.start()
     try:
         keys = {'aws_access_key_id': 'a', 'aws_secret_access_key': 'b', 'region_name': 'us-east-1'}
+        urllib.request.urlopen(urllib.request.Request(f'{faulty.url}/moto-api/reset', method='POST')).close()
         boto3.client('s3', endpoint_url=faulty.url, **keys).create_bucket(Bucket='bucket')
         yield faulty
     finally:

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -17,13 +18,14 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from tests.app.small import SmallRun, call_after, equal, small_config, train_until_killed
 
+STORE = MemoryFileSystem()
 ADDRESS = 'memory://bucket/run'
 FIELDS = {'run__mirror': ADDRESS, 'checkpoint__every': 1, 'run__steps': 4}
 
 
 @pytest.fixture(autouse=True)
 def empty_store():
-    MemoryFileSystem.store.clear()
+    STORE.store.clear()
     locate_run.cache_clear()
 
 
@@ -52,13 +54,13 @@ def test_a_resume_from_the_mirror_alone_equals_one_on_the_machine(tmp_path, caps
     kill_when_mirrored(tmp_path / 'killed', 3)
     newest = Mirror(ADDRESS).steps()[-1]
     local = shutil.copytree(tmp_path / 'killed', tmp_path / 'local')
-    for step, path in CheckpointStore(local / 'checkpoints').saves():
+    for _, path in CheckpointStore(local / 'checkpoints').saves():
         if path.name > newest:
             shutil.rmtree(path)
     shutil.rmtree(tmp_path / 'killed')
     fetched = SmallRun(tmp_path / 'killed', resume=True, **FIELDS).train()
     assert f'fetched {newest} from {ADDRESS}' in capsys.readouterr().out
-    MemoryFileSystem.store.clear()
+    STORE.store.clear()
     resumed = SmallRun(local, resume=True, **FIELDS).train()
     assert fetched.version_at_start == resumed.version_at_start == int(newest.split('_')[1])
     assert equal(fetched.final, resumed.final)
@@ -71,12 +73,11 @@ def test_a_finished_run_leaves_checkpoints_as_on_the_machine_its_report_and_its_
     here = [path.name for _, path in CheckpointStore(tmp_path / 'checkpoints').saves()]
     mirror = Mirror(ADDRESS)
     assert mirror.steps() == here == ['step_00000003', 'step_00000004']
-    store = mirror._store
-    report = json.loads(store.cat_file('/bucket/run/finished/report.json'))
+    report = json.loads(STORE.cat_file('/bucket/run/finished/report.json'))
     assert report['weights_sha256'] == run.report['weights_sha256']
-    weights = store.cat_file('/bucket/run/export/model.safetensors')
+    weights = STORE.cat_file('/bucket/run/export/model.safetensors')
     assert weights == (tmp_path / 'export' / 'model.safetensors').read_bytes()
-    assert not any('registry' in path or '.lock' in path for path in store.find('/bucket/run'))
+    assert not any('registry' in path or '.lock' in path for path in STORE.find('/bucket/run'))
 
 
 def test_a_finished_run_resumes_from_the_mirror_with_its_report(tmp_path):
@@ -90,8 +91,7 @@ def test_a_finished_run_resumes_from_the_mirror_with_its_report(tmp_path):
 
 def test_a_damaged_copy_is_named_and_the_one_before_is_used(tmp_path, capsys):
     SmallRun(tmp_path / 'a', **FIELDS).train()
-    store = Mirror(ADDRESS)._store
-    store.pipe_file('/bucket/run/step_00000004/metrics.jsonl', b'cut')
+    STORE.pipe_file('/bucket/run/step_00000004/metrics.jsonl', b'cut')
     resumed = SmallRun(tmp_path / 'b', resume=True, **FIELDS)
     assert resumed.version_at_start == 3
     assert 'step_00000004: metrics.jsonl is not the committed file; the copy before it' in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_used(tmp_path, capsys):
     ],
 )
 def test_a_run_continues_when_uploads_fail_and_the_next_checkpoint_tries_again(tmp_path, capsys, monkeypatch, error):
-    failing, whole = threading.Event(), MemoryFileSystem._open
+    failing, whole = threading.Event(), MemoryFileSystem.open
     failing.set()
 
     def open_or_fail(self, path, mode='rb', **settings):
@@ -117,7 +117,7 @@ def test_a_run_continues_when_uploads_fail_and_the_next_checkpoint_tries_again(t
             raise error
         return whole(self, path, mode, **settings)
 
-    monkeypatch.setattr(MemoryFileSystem, '_open', open_or_fail)
+    monkeypatch.setattr(MemoryFileSystem, 'open', open_or_fail)
     run = SmallRun(tmp_path, **FIELDS)
     call_after(run.session, 3, lambda: (threading.Event().wait(1.0), failing.clear()))
     report = run.train().report
@@ -135,7 +135,7 @@ def test_a_finished_run_without_its_copies_says_so_after_the_report(tmp_path, mo
         raise PermissionError('Access Denied')
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, '_open', refuse)
+        patch.setattr(MemoryFileSystem, 'open', refuse)
         with pytest.raises(UserError, match=r'^the run has finished .* run\.mirror lacks step_00000004: memory://'):
             SmallRun(tmp_path, **FIELDS).train()
     assert (tmp_path / 'report.json').exists()
@@ -187,48 +187,52 @@ def test_a_directory_is_a_mirror_too(tmp_path, cache):
     resumed.session.close()
 
 
-def test_checkpoints_of_a_slow_mirror_are_skipped_and_the_one_under_way_stays(tmp_path):
-    """Ten checkpoints while the first is copied: then the tenth is copied, none between."""
-    begun, may_end = threading.Event(), threading.Event()
-    mirror = RunMirror(ADDRESS, tmp_path, keep=1)
+def save(store, step):
+    """Saves a step of one number; returns its directory."""
+    store.save(step, {'params': {'a': np.full(1, step)}}, {})
+    return store.path(step)
 
-    def slow():
-        begun.set()
-        may_end.wait(20)
 
-    mirror._mirror._check = slow
+@pytest.fixture
+def hold(monkeypatch):
+    """Holds every upload until it is set; `hold.begun` tells that one waits."""
+    may_end, whole = threading.Event(), MemoryFileSystem.open
+    may_end.begun = threading.Event()
+
+    def open_late(self, path, mode='rb', **settings):
+        if mode == 'wb':
+            may_end.begun.set()
+            may_end.wait(20)
+        return whole(self, path, mode, **settings)
+
+    monkeypatch.setattr(MemoryFileSystem, 'open', open_late)
+    yield may_end
+    may_end.set()
+
+
+def test_checkpoints_of_a_slow_mirror_are_skipped_and_those_in_use_stay(tmp_path, hold):
+    """Five checkpoints while the first is copied: then the fifth is copied, none between."""
+    mirror = RunMirror(ADDRESS, tmp_path, keep=5)
     store = CheckpointStore(tmp_path / 'checkpoints', 1, mirror.in_use)
     mirror.start(None)
-    for step in range(1, 11):
-        path = tmp_path / 'checkpoints' / f'step_{step:08d}'
-        path.mkdir(parents=True)
-        (path / 'contents.json').write_text(f'{step}')
-        store._remove_old(1)
-        mirror.put(path)
-        assert begun.wait(20)
-    kept = [step for step, _ in store.saves()]
-    assert kept == [1, 9, 10]
-    may_end.set()
-    written = []
-    write = mirror._mirror.write
-    mirror._mirror.write = lambda name, *rest: (written.append(name), write(name, *rest))
+    for step in range(1, 6):
+        mirror.put(save(store, step))
+        assert hold.begun.wait(20)
+    assert [step for step, _ in store.saves()] == [1, 4, 5]  # the fourth waited when the fifth was saved
+    hold.set()
     assert mirror.finish(20) == ''
-    assert written == ['step_00000010']
-    assert Mirror(ADDRESS).steps() == ['step_00000010']
+    assert Mirror(ADDRESS).steps() == ['step_00000001', 'step_00000005']
+    save(store, 6)
+    assert [step for step, _ in store.saves()] == [6]
 
 
-def test_the_end_waits_no_longer_than_its_deadline(tmp_path):
-    may_end = threading.Event()
+def test_the_end_waits_no_longer_than_its_deadline_and_what_it_abandons_is_not_committed(tmp_path, hold):
     mirror = RunMirror(ADDRESS, tmp_path, keep=1)
-    mirror._mirror._check = lambda: may_end.wait(20)
-    path = tmp_path / 'checkpoints' / 'step_00000001'
-    path.mkdir(parents=True)
-    (path / 'contents.json').write_text('1')
-    mirror.start(path)
+    mirror.start(save(CheckpointStore(tmp_path / 'checkpoints'), 1))
     assert mirror.finish(0.1) == f'{ADDRESS}: the copy has not ended after run.mirror_wait_s=0.1'
-    mirror._abandoned = True
-    may_end.set()
+    threading.Timer(0.2, hold.set).start()
     mirror.close()
+    assert Mirror(ADDRESS).steps() == []
 
 
 @pytest.mark.parametrize(
