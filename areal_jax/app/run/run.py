@@ -159,6 +159,7 @@ class RunContext:
         self._tracker = build_tracker(self.config)
         run = self.config.run
         self._mirror = RunMirror(run.mirror, workdir, self.config.checkpoint.keep) if run.mirror else None
+        self._mirror_wait_s = run.mirror_wait_s if run.mirror else 0.0
         self.parts = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -274,7 +275,7 @@ class RunContext:
         if self._mirror is None:
             return
         step = self.config.run.steps if finished else None
-        if (missing := self._mirror.finish(self.config.run.mirror_wait_s, step)) and finished:
+        if (missing := self._mirror.finish(self._mirror_wait_s, step)) and finished:
             self.unsaved = self.unsaved or describe_unmirrored(missing, self.workdir)
 
     def describe(self, hardware: Hardware) -> CommonFacts:

@@ -34,7 +34,8 @@ FIELD = 'run.mirror'
 _FINISHED = 'finished'
 _OF_REPORT = {facts.FILE, report.FILE, timeline.FILE}  # written at the end: a checkpoint's copy has none of them
 _FOLDERS = (metrics.DIRECTORY, rollout_writer.DIRECTORY)
-_CLOSE_S = 5.0  # for an upload to notice that it is abandoned
+_CLOSE_S = 2.0  # for an upload to notice that it is abandoned
+_QUIET_S = 2.0  # a longer wait is told
 
 
 class RunMirror:
@@ -108,7 +109,10 @@ class RunMirror:
             self._ends, self._finished_step = True, finished_step
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join(deadline_s)
+            self._thread.join(min(deadline_s, _QUIET_S))
+        if self._thread.is_alive() and deadline_s > _QUIET_S:
+            print(f'copying to {self._mirror.address}, at most {deadline_s:g} s', flush=True)
+            self._thread.join(deadline_s - _QUIET_S)
         if self._thread.is_alive():
             return f'{self._mirror.address}: the copy has not ended after run.mirror_wait_s={deadline_s:g}'
         return '; '.join(self._missing.values())
@@ -157,13 +161,17 @@ class RunMirror:
         kind = CHECKPOINTS if order_of_step(name) else name
         try:
             self._mirror.write(name, step, sources)
-            self._missing.pop(kind, None)
-            if kind == CHECKPOINTS:
-                self._mirror.remove_others(name, self._keep)
         except Exception as error:  # the run does not depend on it
             self._missing[kind] = f'{name}: {error}'
             if not self._abandoned:
                 self._warn(f'lacks {name} ({error}); the run goes on, and the next checkpoint tries again')
+            return
+        self._missing.pop(kind, None)
+        if kind == CHECKPOINTS:
+            try:
+                self._mirror.remove_others(name, self._keep)
+            except MirrorError as error:
+                self._warn(f'keeps old checkpoints ({error})')
 
     def _warn(self, sentence: str) -> None:
         print(f'warning: {FIELD}={self._mirror.address} {sentence}', file=sys.stderr, flush=True)

@@ -23,7 +23,13 @@ for _package in ('moto.server', 's3fs'):
 ADDRESS = 's3://bucket/runs/tiny'
 _STEPS = 6
 _FIELDS = (
-    *('run.clock=virtual', f'run.steps={_STEPS}', 'checkpoint.every=1', f'run.mirror={ADDRESS}'),
+    *(
+        'run.clock=virtual',
+        f'run.steps={_STEPS}',
+        'checkpoint.every=1',
+        f'run.mirror={ADDRESS}',
+        'run.mirror_wait_s=500',
+    ),
     *('telemetry.plots=False', 'telemetry.progress=False'),
 )
 _SECONDS = 900.0  # of a process, on a machine that does other things too

@@ -105,7 +105,6 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_used(tmp_path, capsys):
         OSError(errno.ENOSPC, 'No space left on device'),
         PermissionError('Access Denied'),
         ConnectionResetError('the connection was cut'),
-        FileNotFoundError('The specified bucket does not exist'),
     ],
 )
 def test_a_run_continues_when_uploads_fail_and_the_next_checkpoint_tries_again(tmp_path, capsys, monkeypatch, error):
