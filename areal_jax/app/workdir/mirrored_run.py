@@ -49,7 +49,7 @@ class RunMirror:
 
     def __init__(self, address: str, workdir: pathlib.Path, keep: int):
         self._mirror = Mirror(address, self._check)
-        self._workdir, self._keep = workdir, keep
+        self._workdir, self._keep = workdir.absolute(), keep  # as the paths of checkpoints
         self._changed = threading.Condition()
         self._held: list[str] = []  # copies at the start
         self._waiting: pathlib.Path | None = None
@@ -144,13 +144,13 @@ class RunMirror:
     def _copy_checkpoint(self, checkpoint: pathlib.Path) -> None:
         step = int(checkpoint.name.split('_')[1])
         records = [self._workdir / name for name in _FOLDERS]
-        records += [path for path in self._workdir.glob('*.json*') if path.name not in _OF_REPORT]
+        records += [path for path in self._workdir.glob('[!.]*.json*') if path.name not in _OF_REPORT]
         sources = _list_sources(self._workdir, [checkpoint, *records])
         self._attempt(checkpoint.name, step, sources)
         self._failed = checkpoint if CHECKPOINTS in self._missing else None
 
     def _copy_results(self, step: int) -> None:
-        found = [path for pattern in ('*.json*', '*.md', '*.html') for path in self._workdir.glob(pattern)]
+        found = [path for pattern in ('[!.]*.json*', '*.md', '*.html') for path in self._workdir.glob(pattern)]
         folders = [self._workdir / name for name in (*_FOLDERS, pictures.DIRECTORY)]
         self._attempt(_FINISHED, step, _list_sources(self._workdir, [*found, *folders]))
         if (self._workdir / EXPORT / RECORD).exists():
@@ -160,6 +160,7 @@ class RunMirror:
         """Makes a copy; after a copy of a checkpoint, removes older ones."""
         kind = CHECKPOINTS if order_of_step(name) else name
         try:
+            self._check()
             self._mirror.write(name, step, sources)
         except Exception as error:  # the run does not depend on it
             self._missing[kind] = f'{name}: {error}'

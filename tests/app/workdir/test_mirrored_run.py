@@ -2,6 +2,7 @@
 
 import errno
 import json
+import pathlib
 import shutil
 import threading
 
@@ -176,9 +177,10 @@ def test_a_model_is_read_from_the_mirror_of_a_run(tmp_path, cache):
         started.session.close()
 
 
-def test_a_directory_is_a_mirror_too(tmp_path, cache):
-    mirror = tmp_path / 'mirror' / 'run'
-    SmallRun(tmp_path / 'a', **{**FIELDS, 'run__mirror': str(mirror)}).train()
+def test_a_directory_is_a_mirror_too(tmp_path, cache, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mirror = pathlib.Path('mirror') / 'run'
+    SmallRun(pathlib.Path('a'), **{**FIELDS, 'run__mirror': str(mirror)}).train()
     assert EarlierRun(str(mirror)).step == 4
     assert EarlierRun(str(mirror / 'step_00000003')).workdir == mirror / 'step_00000003'  # a workdir by itself
     resumed = SmallRun(tmp_path / 'b', resume=True, **{**FIELDS, 'run__mirror': str(mirror), 'run__steps': 5})
