@@ -82,8 +82,9 @@ class Mirror:
         """Returns the names of the committed copies of checkpoints, oldest first."""
         with self._explained():
             self._store.invalidate_cache()  # other processes write too
-            found = [path.split('/')[-2] for path in self._store.glob(f'{self._root}/step_*/{COMMITTED}')]
-        return sorted(filter(order_of_step, found), key=order_of_step)
+            names = [path.split('/')[-2] for path in self._store.glob(f'{self._root}/step_*/{COMMITTED}')]
+        orders = {name: order for name in names if (order := order_of_step(name))}
+        return sorted(orders, key=orders.__getitem__)
 
     def read_record(self, name: str) -> CopyRecord | None:
         """Returns the record of a committed copy, None without one; raises DamagedCopyError if it cannot be read."""
