@@ -76,6 +76,11 @@ def test_an_upload_that_breaks_at_any_file_commits_nothing(sources, monkeypatch,
     monkeypatch.setattr(MemoryFileSystem, 'open', whole)
     mirror.write('step_00000002', 2, sources)
     assert mirror.steps() == ['step_00000002']
+    opened.clear()
+    monkeypatch.setattr(MemoryFileSystem, 'open', open_or_break)
+    with pytest.raises(MirrorError):
+        mirror.write('step_00000002', 2, sources)
+    assert mirror.steps() == []  # some files of it may be of the second upload
 
 
 @pytest.mark.parametrize(
