@@ -26,6 +26,7 @@ from areal_jax.checkpoint.mirror import COMMITTED, CopyRecord, DamagedCopyError,
 from areal_jax.config import CONFIG
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
+from areal_jax.installation import find_cache
 from areal_jax.report import report, timeline
 from areal_jax.report.pages import pictures
 from areal_jax.telemetry import facts, metrics, rollout_writer
@@ -287,9 +288,9 @@ def is_directory_of_copies(path: pathlib.Path) -> bool:
 
 
 def _fetch_to_cache(mirror: Mirror, name: str, record: CopyRecord) -> pathlib.Path:
-    cache = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
+    cache = find_cache() / 'mirror'
     folder = hashlib.sha256(mirror.address.encode()).hexdigest()[:16]
-    target = cache / 'areal_jax' / 'mirror' / folder / f'{name}-{record.digest[:16]}'
+    target = cache / folder / f'{name}-{record.digest[:16]}'
     if target.is_dir():
         return target
     partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
