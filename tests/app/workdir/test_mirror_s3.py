@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ _SECONDS = 900.0  # of a process, on a machine that does other things too
 @pytest.fixture
 def server(monkeypatch):
     logging.getLogger('werkzeug').setLevel(logging.ERROR)  # a line a request
+    importlib.import_module('s3fs').S3FileSystem.clear_instance_cache()  # one has the server of another test
     with serve_s3() as faulty:
         for name, value in {
             'AWS_ENDPOINT_URL': faulty.url,
