@@ -179,7 +179,7 @@ MUTATIONS = [
     Mutation(
         'URLs: the fields of a config are not looked at',
         'areal_jax.config:require_local_fields',
-        'if isinstance(find_declared(path), Path | ChoiceOrOwn):',
+        'if isinstance(declared := find_declared(path), Path):',
         'if False:',
         'tests/commands/test_urls.py',
     ),

@@ -124,7 +124,9 @@ def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[st
 def require_local_fields(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for a URL in any field that holds a path: the first check of every command with a config."""
     for path, value in flatten(config):
-        if isinstance(find_declared(path), Path | ChoiceOrOwn):
+        if isinstance(declared := find_declared(path), Path):
+            declared.require_allowed(path, value)
+        elif isinstance(declared, ChoiceOrOwn):
             require_local(path, value)
 
 

@@ -26,7 +26,7 @@ def test_every_config_validates(name):
 def test_every_declared_default_is_of_its_type_and_allowed():
     assert {type(field).__name__ for field in FIELDS.values()} == {
         *('Integer', 'Real', 'Flag', 'Text', 'Path', 'Choice', 'ChoiceOrOwn', 'Lengths', 'Texts', 'Hosts', 'Options'),
-        *('GroupCount', 'Sources', 'FlagsText'),
+        *('GroupCount', 'Sources', 'FlagsText', 'Address'),
     }
     for path, field in FIELDS.items():
         field.require_type(path, field.default)

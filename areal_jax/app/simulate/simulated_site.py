@@ -112,8 +112,8 @@ from areal_jax.types import Prompt, PublishedWeights, Tree
 _LONGEST = 1 << 30  # of an answer, before its limit is applied
 # fields of work that a simulation omits or does differently
 _FIXED: Mapping[str, object] = {
-    'run.clock': 'virtual', 'run.export': False, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
-    'rollout.record_routes': False, 'learner.routes': 'live',
+    'run.clock': 'virtual', 'run.export': False, 'run.mirror': '', 'diagnostics.ratio_sample': 0.0,
+    'telemetry.profile_steps': (), 'rollout.record_routes': False, 'learner.routes': 'live',
 }  # fmt: skip
 # every kind of server is simulated as a server of this project; the transport of versions is only a price, of sockets
 # or of the networks of the devices
