@@ -2,10 +2,10 @@
 
     PYTHON side_lm_eval.py MODEL PROMPTS.jsonl OUT.json [SERVER]
 
-Needs lm-eval, transformers and torch, and nothing of ours. With the URL of a server that has the model loaded under the
-name `m`, such as vLLM's, lm_eval sends it the tokens, and no torch is needed. A line of PROMPTS has the prompt, the tokens that our side
-decoded from, and the gold. OUT has the texts, exact_match of each, lm_eval's mean and standard error, and of how many
-prompts the tokens are equal. The filter is `flexible-extract` of lm_eval's task gsm8k: the last number of the text.
+Needs lm-eval, transformers and torch, and nothing of ours. With the URL of a server that has the model under the name
+`m`, such as vLLM's, lm_eval sends it the tokens. A line of PROMPTS has the prompt, the tokens that our side decoded
+from, and the gold. OUT has the texts, exact_match of each, lm_eval's mean and standard error, and of how many prompts
+the tokens are equal. The filter is `flexible-extract` of lm_eval's task gsm8k: the last number of the text.
 """
 
 from __future__ import annotations
