@@ -54,7 +54,8 @@ def main(model: str, prompts: str, out: str, server: str = '') -> None:
         file.write_text('\n'.join(lines) + '\n')
         task = TASK.replace('PROMPTS', str(file)).replace('NEW', str(NEW_TOKENS))
         (pathlib.Path(made) / 'task.yaml').write_text(task)
-        backend, arguments, batch = 'hf', {'pretrained': model, 'dtype': 'float32', 'device': 'cpu'}, BATCH
+        arguments: dict[str, object] = {'pretrained': model, 'dtype': 'float32', 'device': 'cpu'}
+        backend, batch = 'hf', BATCH
         if server:
             backend, batch = 'local-completions', 1
             arguments = {'model': 'm', 'base_url': f'{server}/v1/completions', 'tokenizer': model} | REQUESTS
