@@ -104,6 +104,12 @@ class Weights:
             return self._weights
         return self._collect(jax.block_until_ready(self._spread(self._weights)))
 
+    def lead(self, send: Any) -> None:
+        """Sends no rows: there are no updates."""
+
+    def follow(self, take: Any) -> None:
+        """Takes no rows."""
+
     def evaluate(self, groups: list[Any]) -> dict[str, float]:
         """Gathers the leaves on every process and notes their digest on process 0; named as a command of learners."""
         import jax
