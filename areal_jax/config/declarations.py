@@ -59,7 +59,8 @@ from areal_jax.config.xla_flags import FlagsText
 # The section `model` of the config, and the rules of its fields.
 
 
-EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text', 'qwen3_next')  # of random models
+# of random models
+EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text', 'qwen3_next', 'glm4_moe')
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),

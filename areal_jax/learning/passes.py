@@ -31,7 +31,7 @@ from areal_jax.learning.programs import (
 )
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings, sequence_effective_sample_size
-from areal_jax.learning.weights import policy_leaves
+from areal_jax.learning.weights import correct_routers, policy_leaves
 from areal_jax.sharding.placement import describe, place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup, Tree
@@ -178,7 +178,12 @@ class Passes:
             loads = self._loads(state, rows, scalars)
             scalars = {**scalars, **self._place_loads(loads)}
         run = self._scan if self._settings.learner.accumulate == 'scan' else self._dispatch
-        return run(state, rows, scalars, factor)
+        result = run(state, rows, scalars, factor)
+        rate = self._settings.learner.router_bias_rate
+        if rate and result.routes is not None and not float(result.step['skip_count']):
+            decoder = self.programs.definitions.decoder
+            state.frozen = correct_routers(decoder.config, state.frozen, result.routes.loads, rate)
+        return result
 
     def logprobs(
         self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int, follows: bool | None = None
@@ -249,7 +254,11 @@ class Passes:
             passed = dict(zip((POLICY, VALUES), self.values(state, batch, version=0), strict=True))
         else:
             passed = {POLICY: logprobs(self.working(state))}
-        return passed if state.reference is None else passed | {REFERENCE: logprobs(state.reference)}
+        return (
+            passed
+            if state.reference is None
+            else passed | {REFERENCE: self.logprobs(state.reference, state.reference_frozen, batch, version=0)}
+        )
 
     def _pair(
         self, name: str, working: Tree, frozen: Tree, batch: PackedBatch, version: int
@@ -614,7 +623,7 @@ def _compare(
 ) -> np.ndarray | None:
     if teacher is not None and teacher.gives_logprobs:
         return teacher.logprobs(batch, version)
-    return None if state.reference is None else passes.logprobs(state.reference, state.frozen, batch, version)
+    return None if state.reference is None else passes.logprobs(state.reference, state.reference_frozen, batch, version)
 
 
 def first_logprobs(results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> np.ndarray:
