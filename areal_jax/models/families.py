@@ -80,9 +80,8 @@ class ExpertFields:
     normalised: bool | None = None
     normalises: bool = False  # default of that field
     has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
-    dense_first: int | None = (
-        None  # default of first_k_dense_replace, the first layers, which are dense; None = no field
-    )
+    # default of first_k_dense_replace, the number of first layers, which are dense; None = no field
+    dense_first: int | None = None
     d_ff: int | None = None  # of dense layers
     swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
     d_shared: tuple[str, int] | None = None  # width of an expert that every token reaches; None = there is none
