@@ -61,7 +61,8 @@ from areal_jax.files import is_address
 # The section `model` of the config, and the rules of its fields.
 
 
-EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text', 'qwen3_next')  # of random models
+# of random models
+EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text', 'qwen3_next', 'glm4_moe')
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),

@@ -154,6 +154,13 @@ class LearnerSection(ConfigSection):
         compared=False,
     )
     router_aux_loss: float = real(0.0, NOT_NEGATIVE, 'with experts: weight of a loss that evens their load')
+    router_bias_rate: float = real(
+        0.0,
+        NOT_NEGATIVE,
+        'sigmoid routers: change by step of the correction that evens the load; 0 = frozen',
+        compared=False,
+        other_names='moe_router_bias_update_rate bias_update_speed expert_bias_update_rate',
+    )
 
     @property
     def row_room(self) -> tuple[int, int]:
@@ -369,6 +376,11 @@ def find_balance_problems(c: Config) -> Iterator[str]:
         yield (
             f'learner.router_aux_loss={c.learner.router_aux_loss} needs a model with experts, and model.experts=0: '
             'name a family with experts (docs/moe.md), or set it to 0'
+        )
+    if c.learner.router_bias_rate and c.diagnostics.ratio_sample:
+        yield (
+            f'diagnostics.ratio_sample={c.diagnostics.ratio_sample} keeps the trained weights of earlier versions, '
+            f'and learner.router_bias_rate={c.learner.router_bias_rate} changes others: set one of them to 0'
         )
 
 

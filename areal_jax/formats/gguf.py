@@ -19,7 +19,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.installation import describe_install, describe_pip
-from areal_jax.models.families import FAMILIES, ModelConfig, Rope, default_kinds, rows_of
+from areal_jax.models.families import FAMILIES, ModelConfig, default_kinds, rows_of
+from areal_jax.models.ropes import Rope
 
 if TYPE_CHECKING:
     import gguf

@@ -19,8 +19,10 @@ from areal_jax.models.families import (
     LAYERS_END,
     ClampedSwiglu,
     DeltaNet,
+    ExpertFields,
     Experts,
     ModelConfig,
+    SigmoidRouter,
 )
 
 CONFIG = 'config.json'
@@ -137,8 +139,15 @@ def _only_values(family: str) -> dict[str, object]:
         del only['shared_expert_intermediate_size']
         if not defaults.experts.has_dense_layers:
             only |= {'norm_topk_prob': True, 'mlp_only_layers': [], 'decoder_sparse_step': 1}
-    if defaults.delta:
+    if defaults.experts and defaults.experts.sigmoid:
+        for name in ('n_routed_experts', 'n_shared_experts'):
+            del only[name]
+        # of the older files, which name the kind of the router
+        only |= {'topk_method': 'noaux_tc', 'scoring_func': 'sigmoid', 'moe_layer_freq': 1, 'ep_size': 1}
+        only |= {'num_experts': 0}
+    if defaults.rotary_fraction != 1.0:
         del only['partial_rotary_factor']
+    if defaults.delta:
         only |= {'attention_bias': False, 'attn_output_gate': True, 'output_gate_type': 'swish'}
         only |= {'mamba_ssm_dtype': 'float32'}
     return only
@@ -195,7 +204,10 @@ def _model_config(fields: Fields, family: str) -> ModelConfig:
     n_kv_heads = n_heads if fields.is_null('num_key_value_heads') else defaults.n_kv_heads or n_heads
     head_dim = fields.integer('head_dim', defaults.head_dim or d_model // n_heads)
     rope, kinds = read_kinds(fields, family, n_layers)
-    attention_bias = defaults.attention_bias == 'field' and fields.flag('attention_bias', defaults.biased)
+    attention_bias = defaults.attention_bias.endswith('field') and fields.flag('attention_bias', defaults.biased)
+    own = {'qkv_bias': True} if attention_bias else {}
+    if defaults.qk_norm_field:
+        own['qk_norm'] = fields.flag('use_qk_norm')
     return ModelConfig(
         vocab_size=size('vocab_size'),
         d_model=d_model,
@@ -209,7 +221,7 @@ def _model_config(fields: Fields, family: str) -> ModelConfig:
         tie_embeddings=fields.flag('tie_word_embeddings', defaults.tie_embeddings),
         context_tokens=fields.integer('max_position_embeddings', defaults.context_tokens),
         family=family,
-        output_bias=attention_bias,
+        output_bias=attention_bias and defaults.attention_bias == 'field',
         rope_scaling=rope.scaling,
         kinds=kinds,
         rotary_dim=read_rotary_dim(fields, family, head_dim),
@@ -218,7 +230,7 @@ def _model_config(fields: Fields, family: str) -> ModelConfig:
         embedding_factor=math.sqrt(d_model) if defaults.scales_embedding else 1.0,
         score_scale=_score_scale(fields, family, head_dim),
         logit_cap=fields.optional_number('final_logit_softcapping') if defaults.score_scalar is not None else None,
-        **defaults.switches | ({'qkv_bias': True} if attention_bias else {}),
+        **defaults.switches | own,
     )
 
 
@@ -232,7 +244,8 @@ def _score_scale(fields: Fields, family: str, head_dim: int) -> float | None:
 def _experts(fields: Fields, family: str, n_layers: int) -> Experts | None:
     if (names := FAMILIES[family].experts) is None:
         return None
-    given = {name: fields.get(name) for name in EXPERT_COUNTS if fields.get(name) is not None}
+    spellings = EXPERT_COUNTS if names.sigmoid is None else (names.count[0], EXPERT_COUNTS[1])
+    given = {name: fields.get(name) for name in spellings if fields.get(name) is not None}
     if len(set(given.values())) > 1:
         both = ' and '.join(f'{name}={value!r}' for name, value in given.items())
         raise HfError(f'{fields.path}: {both} are two numbers of experts: remove the wrong one')
@@ -241,12 +254,20 @@ def _experts(fields: Fields, family: str, n_layers: int) -> Experts | None:
     if per_token > count:
         raise HfError(f'{fields.path}: num_experts_per_tok={per_token} is more than the {count} experts')
     normalised = fields.flag('norm_topk_prob', names.normalises) if names.normalised is None else names.normalised
-    dense = _dense_layers(fields, n_layers) if names.has_dense_layers else ()
+    dense = _dense_layers(fields, names, n_layers)
     swiglu = names.swiglu and ClampedSwiglu(
         fields.number('swiglu_limit', names.swiglu.limit), fields.number('swiglu_alpha', names.swiglu.alpha)
     )
+    d_expert = fields.integer(*names.d_expert)
     shared = fields.integer(*names.d_shared) if names.d_shared else 0
-    return Experts(count, per_token, fields.integer(*names.d_expert), normalised, dense, swiglu, shared)
+    if names.shared is not None:
+        shared = d_expert * fields.integer('n_shared_experts', names.shared)
+    sigmoid = names.sigmoid and SigmoidRouter(
+        fields.integer('n_group', names.sigmoid.groups),
+        fields.integer('topk_group', names.sigmoid.kept_groups),
+        fields.number('routed_scaling_factor', names.sigmoid.scale),
+    )
+    return Experts(count, per_token, d_expert, normalised, dense, swiglu, shared, sigmoid)
 
 
 def _delta(fields: Fields, family: str) -> DeltaNet:
@@ -261,8 +282,15 @@ def _delta(fields: Fields, family: str) -> DeltaNet:
     return DeltaNet(**sizes)
 
 
-def _dense_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """The layers in mlp_only_layers, and all but each `decoder_sparse_step`-th."""
+def _dense_layers(fields: Fields, names: ExpertFields, n_layers: int) -> tuple[int, ...]:
+    """The first layers, or the layers in mlp_only_layers and all but each `decoder_sparse_step`-th."""
+    if names.dense_first is not None:
+        first = fields.integer('first_k_dense_replace', names.dense_first, least=0)
+        if first >= n_layers:
+            raise HfError(f'{fields.path}: first_k_dense_replace={first} leaves no layer with experts')
+        return tuple(range(first))
+    if not names.has_dense_layers:
+        return ()
     listed = fields.get('mlp_only_layers', [])
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < n_layers for layer in listed):
         raise HfError(
@@ -277,7 +305,7 @@ def _dense_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _d_ff(fields: Fields, family: str) -> int:
     experts = FAMILIES[family].experts
-    if experts and not experts.has_dense_layers:
+    if experts and not experts.has_dense:
         return fields.integer(*experts.d_expert)
     return fields.integer(
         'intermediate_size', experts.d_ff if experts else FAMILIES[family].sizes.get('intermediate_size')
@@ -287,14 +315,16 @@ def _d_ff(fields: Fields, family: str) -> int:
 def _has_d_ff(family: str) -> bool:
     """Whether the family's config.json has the width of an MLP that is no expert."""
     experts = FAMILIES[family].experts
-    return experts is None or experts.has_dense_layers
+    return experts is None or experts.has_dense
 
 
 def _family_fields(config: ModelConfig) -> dict[str, object]:
     family = FAMILIES[config.family]
     fields: dict[str, object] = {'mlp_bias': False} if config.family in ('llama', 'smollm3') else {}
-    if family.attention_bias == 'field':
+    if family.attention_bias.endswith('field'):
         fields['attention_bias'] = config.qkv_bias
+    if family.qk_norm_field:
+        fields['use_qk_norm'] = config.qk_norm
     if family.windows == 'listed':
         fields['pad_token_id'] = None  # the default of these may be beyond the vocabulary
     if family.score_scalar is not None:
@@ -326,6 +356,13 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
         fields |= {'swiglu_limit': experts.swiglu.limit, 'swiglu_alpha': experts.swiglu.alpha}
     if names.d_shared is not None:
         fields[names.d_shared[0]] = experts.d_shared
+    if names.shared is not None:
+        fields['n_shared_experts'] = experts.d_shared // experts.d_expert
+    if experts.sigmoid is not None:
+        router = experts.sigmoid
+        fields |= {'n_group': router.groups, 'topk_group': router.kept_groups, 'routed_scaling_factor': router.scale}
+    if names.dense_first is not None:
+        fields['first_k_dense_replace'] = len(experts.dense_layers)
     if names.normalised is None:
         fields['norm_topk_prob'] = experts.normalised
     if names.has_dense_layers:
@@ -343,16 +380,23 @@ def _require_expressible(config: ModelConfig) -> None:
         expected['rotary_dim'] = None
     if family.score_scalar is None:
         expected |= {'score_scale': None, 'logit_cap': None}
+    if family.qk_norm_field:
+        del expected['qk_norm']
     if family.attention_bias == 'field':
         expected['output_bias'] = config.qkv_bias
+    elif family.attention_bias == 'qkv_field':
+        expected['output_bias'] = False
     else:
         expected |= {'qkv_bias': family.attention_bias == 'qkv', 'output_bias': False}
     if config.experts is not None and family.experts is not None:
         if family.experts.normalised is not None and config.experts.normalised != family.experts.normalised:
             raise HfError(f'normalised={config.experts.normalised} cannot be written for family={config.family!r}')
-        if config.experts.dense_layers and not family.experts.has_dense_layers:
-            raise HfError(f'dense layers {config.experts.dense_layers} cannot be written for family={config.family!r}')
-        if (config.experts.d_shared > 0) != (family.experts.d_shared is not None):
+        dense, shared = config.experts.dense_layers, family.experts.d_shared or family.experts.shared
+        wrong = family.experts.dense_first is not None and dense != tuple(range(len(dense)))
+        if wrong or (dense and not family.experts.has_dense):
+            raise HfError(f'dense layers {dense} cannot be written for family={config.family!r}')
+        whole = family.experts.shared is None or config.experts.d_shared % config.experts.d_expert == 0
+        if (config.experts.d_shared > 0) != (shared is not None) or not whole:
             raise HfError(f'd_shared={config.experts.d_shared} cannot be written for family={config.family!r}')
     for name, value in expected.items():
         if getattr(config, name) != value:

@@ -294,7 +294,9 @@ def _require_model(
     directory: pathlib.Path, stored: Mapping[str, StoredTensor], config: ModelConfig
 ) -> dict[str, StoredTensor]:
     """The tensors of the model, after checking that they are complete; tensors that may be ignored are left out."""
-    kept, skipped = take_text({name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)})
+    further = config.n_layers if config.experts and config.experts.sigmoid else None
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)}
+    kept, skipped = take_text(stored, further)
     if skipped:
         parts = ', '.join(f'{count} of {part}' for part, count in skipped.items())
         print(f'note: {directory}: tensors that are not part of the text model are not read: {parts}', file=sys.stderr)

@@ -12,17 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.errors import UserError
-from areal_jax.models.families import (
-    DELTA,
-    FAMILIES,
-    LayerKind,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-    YarnScaling,
-)
+from areal_jax.models.families import DELTA, FAMILIES, LayerKind, ModelConfig
+from areal_jax.models.ropes import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 
 FULL, SLIDING, LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
 _PARTIAL = 'partial_rotary_factor'  # the part of a head that is rotated

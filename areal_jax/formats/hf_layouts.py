@@ -31,13 +31,19 @@ class WeightsError(UserError, ValueError):
 _EMBEDDING, _HEAD = 'embed_tokens.weight', 'lm_head.weight'
 _TEXT, _OTHER_HEAD = 'model.', 'language_model.lm_head.weight'
 # of images and sounds, and of layers that predict several tokens (MTP)
+_LAYER = re.compile(r'model\.layers\.(\d+)')
 _OTHER_PARTS = re.compile(
     r'(?:model\.)?(vision_tower|vision_model|vision_embed_tokens|multi_modal_projector|visual|audio_tower|mtp)\.'
 )
 
 
-def take_text(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
-    """(the tensors under the names of a text model, the number of tensors left out by the part that they belong to)."""
+def take_text(
+    stored: Mapping[str, StoredTensor], layers: int | None = None
+) -> tuple[dict[str, StoredTensor], dict[str, int]]:
+    """(the tensors under the names of a text model, the number of tensors left out by the part that they belong to).
+
+    `layers`: the number of layers of a model whose files may have further layers, for predicting several tokens.
+    """
     kept: dict[str, StoredTensor] = {}
     skipped: dict[str, int] = {}
     embeddings = (name for name in stored if name.endswith(f'.{_EMBEDDING}') and not _OTHER_PARTS.match(name))
@@ -45,6 +51,8 @@ def take_text(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
     for name, tensor in stored.items():
         if found := _OTHER_PARTS.match(name):
             skipped[found[1]] = skipped.get(found[1], 0) + 1
+        elif layers is not None and (further := _LAYER.match(name)) and int(further[1]) >= layers:
+            skipped[further[0]] = skipped.get(further[0], 0) + 1
         elif name == _OTHER_HEAD:
             kept[_HEAD] = tensor
         else:

@@ -187,6 +187,11 @@ class BlockLearner(SpmdLearner):
         )
 
     def _make_parts(self, make: PartMaker, params: Params) -> list[TrainedPart]:
+        if make.decoder.config.experts and make.decoder.config.experts.sigmoid:
+            raise ConfigError(
+                f'optimizer.blocks={self.blocks.blocks} trains all leaves of a block, and the corrections of this '
+                "model's sigmoid routers are not trained: use optimizer.blocks=1"
+            )
         self.paths: Sequence[frozenset[str]] = cut_blocks(leaf_sizes(params), self.blocks.blocks)
         return [make.make(params, paths.__contains__, block=block) for block, paths in enumerate(self.paths)]
 

@@ -130,7 +130,8 @@ class SpmdLearner:
             self._ahead = threading.Thread(target=self._compile_ahead, name=AHEAD, daemon=True)
             self._ahead.start()
         try:
-            self.state = place_state(*trees.split(params, first.trains), settings, self.programs, reference)
+            compared = None if reference is None else trees.split(reference, first.trains)
+            self.state = place_state(*trees.split(params, first.trains), settings, self.programs, compared)
         except BaseException:
             self.close()
             raise
@@ -320,7 +321,7 @@ class SpmdLearner:
         if self._ratio:
             self._ratio.keep(version, self.state)
         if self._host_copies:
-            self._copy = self._host_copies.copy(trees.policy_leaves(self.state.params))
+            self._copy = self._host_copies.copy(trees.policy_leaves(trees.join(self.state.params, self.state.frozen)))
             return self._copy
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         if (shares := self.programs.definitions.shares) is not None:

@@ -41,7 +41,7 @@ from areal_jax.learning.programs import (
 )
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings, sequence_effective_sample_size
-from areal_jax.learning.weights import policy_leaves
+from areal_jax.learning.weights import correct_routers, policy_leaves
 from areal_jax.sharding.placement import describe, place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup, Tree
@@ -184,7 +184,7 @@ class Passes:
         return PassWeights(TRAINED_WEIGHTS, self.working(state), state.frozen)
 
     def reference(self, state: LearnerState) -> PassWeights:
-        return PassWeights(REFERENCE_WEIGHTS, state.reference, state.frozen)
+        return PassWeights(REFERENCE_WEIGHTS, state.reference, state.reference_frozen)
 
     def step(
         self,
@@ -209,7 +209,12 @@ class Passes:
             loads = self._loads(state, rows, scalars)
             scalars = {**scalars, **self._place_loads(loads)}
         run = self._scan if self._settings.learner.accumulate == 'scan' else self._dispatch
-        return run(state, rows, scalars, call.factor)
+        result = run(state, rows, scalars, call.factor)
+        rate = self._settings.learner.router_bias_rate
+        if rate and result.routes is not None and not float(result.step['skip_count']):
+            decoder = self.programs.definitions.decoder
+            state.frozen = correct_routers(decoder.config, state.frozen, result.routes.loads, rate)
+        return result
 
     def logprobs(
         self, weights: PassWeights, batch: PackedBatch, version: int, follows: bool | None = None

@@ -40,7 +40,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
 from areal_jax.models.families import CHUNK
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
-from areal_jax.models.weights import leaf_dtype
+from areal_jax.models.weights import is_router_state, leaf_dtype
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import Shares, path_name, replicated
 from areal_jax.types import Tree
@@ -497,10 +497,16 @@ class LearnerState:
     """
 
     params: Tree  # trained weights, float32
-    frozen: Tree  # all other weights, in learner.dtype; empty without adapters
+    frozen: Tree  # all other weights, in learner.dtype; without adapters only the state of routers
     optimizer: Tree  # see optimizer.Optimizer
     reference: Tree = None  # trained weights of the reference, in learner.dtype; None if the objective reads none
     working: Tree = None  # `params` in learner.dtype if Programs.keeps_working; None = not made yet
+    reference_routers: Tree = dataclasses.field(default_factory=dict)  # the reference's own state of routers
+
+    @property
+    def reference_frozen(self) -> Tree:
+        """The frozen weights of the reference."""
+        return trees.join(self.reference_routers, trees.split(self.frozen, lambda path: not is_router_state(path))[0])
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
@@ -513,20 +519,23 @@ def place_state(
     frozen: Params,
     settings: LearnerSettings,
     programs: CompiledPrograms,
-    reference: Params | None = None,
+    reference: tuple[Params, Params] | None = None,
 ) -> LearnerState:
     """Copies weights to the mesh and makes the state of an optimizer that has done no step.
 
     Args:
-      reference: weights of the shapes of `trained`, if the objective reads a reference; None = `trained`.
+      reference: weights of the shapes of `trained` and `frozen`, if the objective reads a reference; None = these.
     """
     shardings = programs.definitions
     params = _copy(trees.cast(trained, 'float32'), programs)
+    own, other = reference or (None, frozen)
+    routers, over = (trees.policy_leaves(trees.split(tree, is_router_state)[0]) for tree in (other, shardings.frozen))
     return LearnerState(
         params=params,
         frozen=place(trees.cast(frozen, settings.learner.dtype), shardings.frozen),
         optimizer=programs.run('initial_state', params),
-        reference=_place_reference(params, reference, settings, programs),
+        reference=_place_reference(params, own, settings, programs),
+        reference_routers=place(routers, over),
     )
 
 

@@ -43,6 +43,9 @@ class RowLayout:
         ):
             if value and config.experts is None:
                 raise ConfigError(f'{field}={value} needs a model with experts; set it to {off}')
+        rate, is_corrected = settings.learner.router_bias_rate, config.experts and config.experts.sigmoid
+        if rate and not is_corrected:
+            raise ConfigError(f'learner.router_bias_rate={rate} needs a model with sigmoid routers; set it to 0')
         self.expert_shape = (config.n_expert_layers, config.experts.count if config.experts else 0)
         _require_rows(self._buckets, settings.learner.rows_per_microbatch, mesh)
         self.attention, self.passed_over = choose_checked(

@@ -21,7 +21,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights import Params, Trainable, critic_axes, export_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import logical_axes, shared_tensors, stack_layers
+from areal_jax.models.weights import is_router_state, logical_axes, shared_tensors, stack_layers
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import Shares, param_shardings, replicated
 from areal_jax.types import Tree
@@ -227,6 +227,8 @@ def move_state(state: LearnerState, part: TrainedPart) -> None:
     state.params = _move(_take(state, 'params'), shardings.params)
     state.frozen = _move(_take(state, 'frozen'), shardings.frozen)
     state.optimizer = _move(_take(state, 'optimizer'), shardings.state)
+    routers = trees.policy_leaves(trees.split(shardings.frozen, is_router_state)[0])
+    state.reference_routers = _move(_take(state, 'reference_routers'), routers)
     if state.reference is not None:
         state.reference = _move(_take(state, 'reference'), trees.policy_leaves(shardings.params))
 

@@ -20,12 +20,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
+from jax.tree_util import KeyPath
 
 from areal_jax.errors import UserError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.weights import is_adapter, leaf_dtype, list_layers, merge_adapters, unstack_layers
+from areal_jax.models.experts import correct_load
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.weights import (
+    is_adapter,
+    is_router_state,
+    is_stacked,
+    leaf_dtype,
+    list_layers,
+    merge_adapters,
+    unstack_layers,
+    weight_table,
+)
 from areal_jax.native.arrays import host_view, sum_words
-from areal_jax.sharding.placement import Region, place_regions, view_shards
+from areal_jax.sharding.placement import Region, place, place_regions, view_shards
 from areal_jax.sharding.rules import WeightAxes, path_name, replicated
 from areal_jax.types import Tree
 
@@ -70,6 +82,23 @@ def cast(tree: Tree, dtype: str, name: str = '') -> Tree:
     return tree if tree.dtype == own else tree.astype(own)
 
 
+def correct_routers(config: ModelConfig, frozen: Params, loads: np.ndarray, rate: float) -> dict[str, Tree]:
+    """The frozen leaves with the corrections of the policy's routers changed, see experts.correct_load.
+
+    Args:
+      loads: float32 [L, E], tokens of a step that reached each expert, by layer with experts.
+    """
+    rows = {path: row for spec in weight_table(config).values() for row, path in enumerate(spec.paths)}
+
+    def correct(path: KeyPath, leaf: jax.Array) -> jax.Array:
+        name = path_name(path)
+        of_leaf = loads if is_stacked(name) else loads[rows[name]]
+        return place(correct_load(np.asarray(leaf), of_leaf, rate), leaf.sharding)
+
+    routers, others = split(frozen, lambda path: is_router_state(path) and not path.startswith(f'{CRITIC}/'))
+    return join(jax.tree_util.tree_map_with_path(correct, routers), others)
+
+
 # The critic: values of the states of loss tokens, by a head on the policy's trunk or on a separate model.
 #
 # Its weights are trained leaves of the learner, under CRITIC next to the policy's weights: they are sharded over the
@@ -103,9 +132,14 @@ def scale_gradient(x: jax.Array, factor: float) -> jax.Array:
 
 
 def choose_trained(*, adapters: bool) -> Trainable:
-    """Chooses the trained leaves: the policy's adapters or all its leaves, and a critic's except a vocabulary head."""
+    """Chooses the trained leaves: the policy's adapters or all its leaves, and a critic's except a vocabulary head.
+
+    The state of routers is not trained, see models/weights.is_router_state.
+    """
 
     def trains(path: str) -> bool:
+        if is_router_state(path):
+            return False
         if path.startswith(f'{CRITIC}/'):
             return path != f'{CRITIC}/head'
         return not adapters or is_adapter(path)
@@ -325,9 +359,9 @@ def _sources(decoder: Decoder, saved: Tree, current: Tree, what: str) -> list[_S
             'restore with the model and optimizer of the run that saved'
         )
     sources: list[dict[int | None, _StoredLeaf]] = [{} for _ in leaves]
-    for path, place in listed.items():
+    for path, own in listed.items():
         # an optimizer may have placeholders without an axis of layers: they are equal in all layers, so use the first
-        sources[place.index].setdefault(place.layer, found[path])
+        sources[own.index].setdefault(own.layer, found[path])
     return list(sources)
 
 

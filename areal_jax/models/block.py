@@ -191,11 +191,16 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class _Experts(nnx.Module):
+    correction: nnx.Param
+
     def __init__(self, weights: Nested, experts: Experts, d_model: int, form: Activations):
+        _declare(self, weights)
         self.router = _Linear(_below(weights, 'router'), None, form)
         self.experts = _ExpertWeights(_below(weights, 'experts'))
         if experts.d_shared:
             self.shared = _Mlp(_below(weights, 'shared'), 'silu', None, form)
+        self.scores_shared = 'shared_score' in weights
+        if self.scores_shared:
             self.shared_score = _Linear(_below(weights, 'shared_score'), None, form)
         self.choice, self.d_model, self.form = experts, d_model, form
 
@@ -207,12 +212,15 @@ class _Experts(nnx.Module):
         if self.router.has_bias:
             logits = logits + self.form.by_feature(self.router.bias[...].astype(jnp.float32))
         choice = choose_experts(
-            rows(logits, self.choice.count), self.choice, routing.valid, routing.recorded, routing.follows
-        )
+            rows(logits, self.choice.count), self.choice, routing.valid, routing.recorded, routing.follows,
+            self.correction[...] if self.choice.sigmoid else None,
+        )  # fmt: skip
         leaves = (leaf.get_value() for leaf in self.experts.leaves())
         y = routing.mix(rows(x, self.d_model), choice.experts, choice.weights, *leaves, swiglu=self.choice.swiglu)
         out = self.form.join_heads(y[:, None])
-        if self.choice.d_shared:
+        if self.choice.d_shared and not self.scores_shared:
+            out = out + self.shared(x)
+        elif self.choice.d_shared:
             [score] = _project(x, self.shared_score)
             out = out + jax.nn.sigmoid(score.astype(jnp.float32)).astype(x.dtype) * self.shared(x)
         return out, choice.routed

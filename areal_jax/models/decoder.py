@@ -22,10 +22,11 @@ from areal_jax.models import weights as initial
 from areal_jax.models.block import AttendLayer, Layer, RecurLayer, Rotation, norm_scale, rms_norm
 from areal_jax.models.delta_rule import Recur
 from areal_jax.models.experts import Routed, Routing, follow_choice
-from areal_jax.models.families import LayerKind, ModelConfig, Rope
+from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.models.logprobs import Ranking, cap_logits, effective_temperature, rank_tokens
 from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
+from areal_jax.models.ropes import Rope
 from areal_jax.models.rotary import no_rotation, rotary
 from areal_jax.models.weight_rows import MixerKind
 from areal_jax.models.weights import FORMS, Lora, Params, leaf_at, map_matrices, nest, stack_layers, weight_table
@@ -267,7 +268,8 @@ class Decoder:
         # nor have the kernels these
         other = (
             c.plain or c.centred_norms or c.activation != 'silu' or c.score_scale or c.logit_cap or c.sinks or c.delta
-        )
+            or c.rotary_dim or (c.experts and c.experts.sigmoid)
+        )  # fmt: skip
         return self.tokens.startswith('native') and not (whole_norm or other) and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> Tree:

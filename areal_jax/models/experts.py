@@ -2,9 +2,11 @@
 
 With router r, token x and k choices: scores s = softmax(x r) over all experts; e_1..e_k the experts with the largest
 scores, y = sum_j w_j expert_{e_j}(x), w_j = s_{e_j}, divided by their sum if the model says so (arXiv 2401.04088,
-section 2.1; Qwen3-MoE in transformers 5.23). Recorded routes replace only the choice (routing replay, arXiv
-2510.11370): w_j still comes from the scores of the current router, which therefore keeps its gradient. The router
-always computes in float32: in bfloat16 the k-th and the next score are equal in one token of 17.
+section 2.1; Qwen3-MoE in transformers 5.23). A sigmoid router has s = sigmoid(x r), chooses by s plus a correction
+within the best groups, and multiplies w_j by a scale (arXiv 2412.19437, section 2.1.2). Recorded routes replace only
+the choice (routing replay, arXiv 2510.11370): w_j still comes from the scores of the current router, which therefore
+keeps its gradient. The router always computes in float32: in bfloat16 the k-th and the next score are equal in one
+token of 17.
 
 Shapes: T tokens, E experts, k choices, d model width, M width of an expert, L layers with experts.
 """
@@ -18,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -25,7 +28,7 @@ from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.expert_products import Mixer, mix_blocks
-from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig
+from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig, SigmoidRouter
 
 # The mixer that a pass uses, on one device and over a mesh.
 #
@@ -154,7 +157,9 @@ class Routed(NamedTuple):
     live: jax.Array  # int32 [L, T, k], in descending order of the scores
     loads: jax.Array  # float32 [L, E], the number of tokens that count and reached an expert
     differs: jax.Array  # bool [L, T], the chosen set is not the recorded one; False without a record
-    scores: jax.Array  # float32 [L, E], the sum of the scores of the tokens that count; 0 if a kernel has chosen
+    # float32 [L, E], the sum of the scores of the tokens that count, of which those of a token sum to 1; 0 if a kernel
+    # has chosen
+    scores: jax.Array
 
     @property
     def columns(self) -> dict[str, jax.Array]:
@@ -176,13 +181,19 @@ def choose_experts(
     valid: jax.Array | None = None,
     recorded: jax.Array | None = None,
     follows: jax.Array | bool = True,
+    correction: jax.Array | None = None,
 ) -> Choice:
     """The choice of tokens from the logits of their router, float32 [T, E].
 
-    Equal scores go to the expert with the lower number. `recorded` int [T, k] and `follows` as in Routing.
+    Equal scores go to the expert with the lower number. `recorded` int [T, k] and `follows` as in Routing; `correction`
+    float32 [E] of a sigmoid router.
     """
-    scores = jax.nn.softmax(logits, axis=-1)
-    live = lax.top_k(lax.stop_gradient(scores), experts.per_token)[1].astype(jnp.int32)
+    router = experts.sigmoid
+    scores = jax.nn.softmax(logits, axis=-1) if router is None else jax.nn.sigmoid(logits)
+    ranked = lax.stop_gradient(scores)
+    if router is not None:
+        ranked = _keep_groups(ranked if correction is None else ranked + correction, router)
+    live = lax.top_k(ranked, experts.per_token)[1].astype(jnp.int32)
     chosen, differs = live, jnp.zeros(len(logits), bool)
     if recorded is not None:
         known = jnp.all(recorded < experts.count, axis=-1)
@@ -191,10 +202,35 @@ def choose_experts(
         chosen = jnp.where((known & follows)[:, None], recorded.astype(jnp.int32), live)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalised:
-        weights = weights / weights.sum(-1, keepdims=True)
+        total = weights.sum(-1, keepdims=True)
+        weights = weights / (total if router is None else total + 1e-20)
+    if router is not None:
+        weights, scores = weights * router.scale, scores / scores.sum(-1, keepdims=True)
     reached = _keep_valid(chosen, experts, valid)
     counted = scores if valid is None else jnp.where(valid[:, None], scores, 0.0)
     return Choice(reached, weights, Routed(live, _count_tokens(reached, experts), differs, counted.sum(axis=0)))
+
+
+def _keep_groups(ranked: jax.Array, router: SigmoidRouter) -> jax.Array:
+    """Scores [T, E] with -inf for the experts of all but the best groups; a group's score is the sum of its two best.
+
+    Corrected scores may be negative, so that 0 would not do.
+    """
+    if router.groups == router.kept_groups:
+        return ranked
+    grouped = ranked.reshape(len(ranked), router.groups, -1)
+    best = lax.top_k(lax.top_k(grouped, 2)[0].sum(-1), router.kept_groups)[1]
+    kept = jnp.any(best[:, :, None] == jnp.arange(router.groups), axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
+
+
+def correct_load(correction: np.ndarray, loads: np.ndarray, rate: float) -> np.ndarray:
+    """A correction float32 [..., E] after a step whose tokens reached experts `loads` times, float32 [..., E].
+
+    It grows by `rate` where an expert was reached by less than the mean, and falls where by more (arXiv 2408.15664,
+    algorithm 1).
+    """
+    return correction + np.float32(rate) * np.sign(loads.mean(axis=-1, keepdims=True) - loads, dtype=np.float32)
 
 
 def columns_of_pass(live: jax.Array) -> dict[str, jax.Array]:

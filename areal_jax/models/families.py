@@ -16,11 +16,13 @@ import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.config.fields import COUNT, NOT_NEGATIVE, POSITIVE, ConfigError
+from areal_jax.models.ropes import Rope, RopeScaling, YarnScaling
 from areal_jax.models.weight_rows import (
     BEFORE_MLP,
     BEHIND_MLP,
     COMMON,
     GEMMA3,
+    GLM4_MOE,
     GPT_OSS,
     MLP,
     OLMO3,
@@ -31,76 +33,6 @@ from areal_jax.models.weight_rows import (
     Weight,
     experts,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's rotary scaling: long wavelengths are multiplied by `factor`, short ones are kept."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_context_tokens: int  # of the model before stretching
-
-    def __post_init__(self) -> None:
-        for name in ('factor', 'low_frequency_factor', 'high_frequency_factor'):
-            POSITIVE.require(name, getattr(self, name))
-        COUNT.require('original_context_tokens', self.original_context_tokens)
-        if self.high_frequency_factor <= self.low_frequency_factor:
-            raise ConfigError(
-                f'high_frequency_factor={self.high_frequency_factor} must be above '
-                f'low_frequency_factor={self.low_frequency_factor}'
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Rotary scaling that divides every frequency by `factor`."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        POSITIVE.require('factor', self.factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071): pairs that turn slowly are divided by `factor`, fast ones are kept.
-
-    It changes every position alike: also a short sequence has other rotations than without it.
-    """
-
-    factor: float
-    original_context_tokens: int  # of the model before stretching
-    beta_fast: float = 32.0  # a pair with more turns in the original context is kept
-    beta_slow: float = 1.0  # a pair with fewer turns is divided
-    truncate: bool = True  # the range between the two is widened to whole pairs
-    attention_factor: float | None = None  # multiplies cosine and sine; None = by the formula, from `factor`
-    mscale: float | None = None  # of the formula
-    mscale_all_dim: float | None = None  # likewise
-
-    def __post_init__(self) -> None:
-        for name in ('factor', 'beta_fast', 'beta_slow'):
-            POSITIVE.require(name, getattr(self, name))
-        for name in ('attention_factor', 'mscale', 'mscale_all_dim'):
-            if (value := getattr(self, name)) is not None:
-                POSITIVE.require(name, value)
-        COUNT.require('original_context_tokens', self.original_context_tokens)
-        if self.beta_fast <= self.beta_slow:
-            raise ConfigError(f'beta_fast={self.beta_fast} must be above beta_slow={self.beta_slow}')
-
-    @property
-    def magnitude(self) -> float:
-        """The factor of cosine and sine, with which transformers and vLLM multiply them too."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        grown = lambda by: 1.0 if self.factor <= 1 else 0.1 * by * math.log(self.factor) + 1.0
-        if self.mscale and self.mscale_all_dim:
-            return grown(self.mscale) / grown(self.mscale_all_dim)
-        return grown(1.0)
-
-
-RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +48,26 @@ class ClampedSwiglu:
 
 
 @dataclasses.dataclass(frozen=True)
+class SigmoidRouter:
+    """A router whose scores are sigmoids; each layer has a correction of them that takes part in the choice alone.
+
+    The experts of a layer are in groups of equal size, and a token chooses among the experts of the best groups (arXiv
+    2412.19437, section 2.1.2).
+    """
+
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0  # of the weights of the chosen experts
+
+    def __post_init__(self) -> None:
+        for name in ('groups', 'kept_groups'):
+            COUNT.require(f'experts.sigmoid.{name}', getattr(self, name))
+        POSITIVE.require('experts.sigmoid.scale', self.scale)
+        if self.kept_groups > self.groups:
+            raise ConfigError(f'a token cannot keep {self.kept_groups} of {self.groups} groups of experts')
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertFields:
     """The names of a family's fields of experts in config.json, with the defaults of transformers 5.23."""
 
@@ -128,9 +80,18 @@ class ExpertFields:
     normalised: bool | None = None
     normalises: bool = False  # default of that field
     has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
+    # default of first_k_dense_replace, the number of first layers, which are dense; None = no field
+    dense_first: int | None = None
     d_ff: int | None = None  # of dense layers
     swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
     d_shared: tuple[str, int] | None = None  # width of an expert that every token reaches; None = there is none
+    shared: int | None = None  # default of n_shared_experts, the width of that expert in experts; None = no field
+    sigmoid: SigmoidRouter | None = None  # defaults of n_group, topk_group and routed_scaling_factor; None = softmax
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a layer may have an MLP, of a width of its own."""
+        return self.has_dense_layers or self.dense_first is not None
 
 
 # tokens that the rule of a delta net computes at once: more lose digits, because it subtracts logs of decays, which are
@@ -180,10 +141,11 @@ class Family:
     context_tokens: int
     n_kv_heads: int | None  # None = as many as query heads
     head_dim: int | None  # None = d_model / query heads
-    # which biases the attention has: none; q, k and v; all or none, by the field attention_bias
-    attention_bias: Literal['none', 'qkv', 'field'] = 'none'
+    # which biases the attention has: none; q, k and v; by the field attention_bias all or none, or those of q, k and v
+    attention_bias: Literal['none', 'qkv', 'field', 'qkv_field'] = 'none'
     biased: bool = False  # default of the field
     qk_norm: bool = False
+    qk_norm_field: bool = False  # whether the field use_qk_norm says it; absent = false
     whole_qk_norm: bool = False  # over all heads together
     # which layers may have a sliding window; 'listed': those that layer_types names
     windows: Literal['none', 'all', 'flag', 'some', 'listed'] = 'none'
@@ -398,18 +360,29 @@ FAMILIES = {
         },
         weights=QWEN3_NEXT,
     ),
+    'glm4_moe': Family(
+        'Glm4MoeForCausalLM',
+        131072,
+        8,
+        None,
+        'qkv_field',
+        qk_norm_field=True,
+        rotary_fraction=0.5,
+        rms_eps=1e-5,
+        experts=ExpertFields(
+            ('n_routed_experts', 128),
+            8,
+            ('moe_intermediate_size', 1408),
+            normalises=True,
+            d_ff=10944,
+            dense_first=1,
+            shared=1,
+            sigmoid=SigmoidRouter(),
+        ),
+        sizes={'vocab_size': 151552, 'hidden_size': 4096, 'num_hidden_layers': 46, 'num_attention_heads': 96},
+        weights=GLM4_MOE,
+    ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary positions: the base of the wavelengths, and their stretching."""
-
-    theta: float
-    scaling: RopeScaling | None = None
-
-    def __post_init__(self) -> None:
-        POSITIVE.require('rope_theta', self.theta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,8 +418,17 @@ class Experts:
     # clamped, with biases of router and experts, and gate and up in one matrix; None = SwiGLU without biases
     swiglu: ClampedSwiglu | None = None
     d_shared: int = 0  # width of the expert that every token reaches; 0 = there is none
+    sigmoid: SigmoidRouter | None = None  # None = softmax
 
     def __post_init__(self) -> None:
+        if router := self.sigmoid:
+            size = self.count // router.groups
+            # a group's score is the sum of its two best
+            if self.count % router.groups or size < 2 or router.kept_groups * size < self.per_token:
+                raise ConfigError(
+                    f'{self.count} experts do not make {router.groups} equal groups of two or more, of which '
+                    f'{router.kept_groups} have the {self.per_token} that a token reaches'
+                )
         NOT_NEGATIVE.require('experts.d_shared', self.d_shared)
         for name in ('count', 'per_token', 'd_expert'):
             COUNT.require(f'experts.{name}', getattr(self, name))
@@ -531,6 +513,9 @@ class ModelConfig:
         if (self.experts is None) == (FAMILIES[self.family].experts is not None):
             has = 'has experts' if self.experts is None else 'has none'
             raise ConfigError(f'family={self.family!r} {has}, and experts={self.experts} does not fit it')
+        own = FAMILIES[self.family].experts
+        if self.experts and own and (self.experts.sigmoid is None) != (own.sigmoid is None):
+            raise ConfigError(f'experts.sigmoid={self.experts.sigmoid} does not fit family={self.family!r}')
         if self.experts and not all(layer in range(self.n_layers) for layer in self.experts.dense_layers):
             raise ConfigError(f'dense layers {self.experts.dense_layers} must be layers, 0 to {self.n_layers - 1}')
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.families import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+from areal_jax.models.ropes import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 
 
 def rotary(positions: jax.Array, head_dim: int, rope: Rope) -> tuple[jax.Array, jax.Array]:

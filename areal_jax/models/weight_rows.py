@@ -206,15 +206,15 @@ GPT_OSS = (
 # files several components share a tensor.
 
 
-def shared_expert() -> tuple[Weight, ...]:
-    """An expert that every token reaches, times the sigmoid of a score of its own."""
+def shared_expert(module: str, score: str | None = None) -> tuple[Weight, ...]:
+    """An expert that every token reaches; with `score` times the sigmoid of a score of its own."""
     of_experts = functools.partial(projection, layers='experts')
-    return (
-        of_experts('mlp/shared/gate', 'd S', 'embed mlp', 'mlp.shared_expert.gate_proj'),
-        of_experts('mlp/shared/up', 'd S', 'embed mlp', 'mlp.shared_expert.up_proj'),
-        of_experts('mlp/shared/down', 'S d', 'mlp embed', 'mlp.shared_expert.down_proj', init=Init.RESIDUAL),
-        of_experts('mlp/shared_score', 'd one', 'embed features', 'mlp.shared_expert_gate'),
+    rows = (
+        of_experts('mlp/shared/gate', 'd S', 'embed mlp', f'{module}.gate_proj'),
+        of_experts('mlp/shared/up', 'd S', 'embed mlp', f'{module}.up_proj'),
+        of_experts('mlp/shared/down', 'S d', 'mlp embed', f'{module}.down_proj', init=Init.RESIDUAL),
     )
+    return (*rows, of_experts('mlp/shared_score', 'd one', 'embed features', score)) if score else rows
 
 
 def _gate(rows: tuple[Weight, ...]) -> Iterator[Weight]:
@@ -271,12 +271,28 @@ def _hybrid(delta_net: tuple[Weight, ...], *mlp: Weight) -> tuple[Weight, ...]:
     )
 
 
-_QWEN_EXPERTS = (*experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *shared_expert())
+_QWEN_EXPERTS = (
+    *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'),
+    *shared_expert('mlp.shared_expert', 'mlp.shared_expert_gate'),
+)
 _DELTA_3_5 = _delta_net('in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a')
 _DELTA_NEXT = _delta_net('in_proj_qkvz', 'in_proj_qkvz', 'in_proj_ba', 'in_proj_ba')
 QWEN3_5 = _hybrid(_DELTA_3_5, *MLP)
 QWEN3_5_MOE = _hybrid(_DELTA_3_5, *_QWEN_EXPERTS)
 QWEN3_NEXT = _hybrid(_DELTA_NEXT, *MLP, *_QWEN_EXPERTS)
 
-# leaves that are exponentiated and multiplied over thousands of tokens: float32 in every copy of the weights
-FLOAT32_LEAVES = ('log_rate', 'rate_bias')
+# Sigmoid routers: see families.SigmoidRouter.
+SIGMOID_EXPERTS = (
+    *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'),
+    Weight(
+        'layers/*/mlp/correction', 'E', 'features', Init.ZEROS, 'model.layers.*.mlp.gate.e_score_correction_bias',
+        layers='experts',
+    ),
+    *shared_expert('mlp.shared_experts'),
+)  # fmt: skip
+GLM4_MOE = (*BEFORE_MLP, *MLP, *SIGMOID_EXPERTS, *BEHIND_MLP)
+
+# leaves that choose experts: no gradient reaches them, and no optimizer changes them
+STATE_LEAVES = ('correction',)
+# these, and leaves that are exponentiated and multiplied over thousands of tokens: float32 in every copy of the weights
+FLOAT32_LEAVES = ('log_rate', 'rate_bias', *STATE_LEAVES)

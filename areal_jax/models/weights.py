@@ -22,7 +22,7 @@ import numpy as np
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.fields import COUNT, ConfigError
 from areal_jax.models.families import FAMILIES, LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
-from areal_jax.models.weight_rows import COMMON, FLOAT32_LEAVES, QWEN3_5, Init, Weight
+from areal_jax.models.weight_rows import COMMON, FLOAT32_LEAVES, QWEN3_5, STATE_LEAVES, Init, Weight
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
@@ -60,6 +60,11 @@ class Lora:
 def is_float32(path: str) -> bool:
     """Whether a leaf 'layers/0/delta/log_rate' is float32 in every copy of the weights."""
     return path.rsplit('/', 1)[-1] in FLOAT32_LEAVES
+
+
+def is_router_state(path: str) -> bool:
+    """Whether a leaf 'layers/1/mlp/correction' is outside of the gradient, see weight_rows.STATE_LEAVES."""
+    return path.rsplit('/', 1)[-1] in STATE_LEAVES
 
 
 def leaf_dtype(path: str, dtype: str) -> str:

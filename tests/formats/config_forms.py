@@ -50,6 +50,16 @@ _QWEN3_NEXT = {
     'rope_theta': 10000000, 'router_aux_loss_coef': 0.001, 'shared_expert_intermediate_size': 512,
     'tie_word_embeddings': False, 'torch_dtype': 'bfloat16', 'use_sliding_window': False, 'vocab_size': 151936,
 }  # fmt: skip
+_GLM = {
+    'architectures': ['Glm4MoeForCausalLM'], 'attention_bias': True, 'attention_dropout': 0.0,
+    'first_k_dense_replace': 3, 'head_dim': 128, 'hidden_act': 'silu', 'hidden_size': 5120, 'intermediate_size': 12288,
+    'max_position_embeddings': 131072, 'model_type': 'glm4_moe', 'moe_intermediate_size': 1536, 'n_group': 1,
+    'n_routed_experts': 160, 'n_shared_experts': 1, 'norm_topk_prob': True, 'num_attention_heads': 96,
+    'num_experts_per_tok': 8, 'num_hidden_layers': 92, 'num_key_value_heads': 8, 'num_nextn_predict_layers': 1,
+    'partial_rotary_factor': 0.5, 'rms_norm_eps': 1e-05, 'rope_scaling': None, 'rope_theta': 1000000,
+    'routed_scaling_factor': 2.5, 'tie_word_embeddings': False, 'topk_group': 1, 'torch_dtype': 'bfloat16',
+    'use_cache': True, 'use_qk_norm': True, 'vocab_size': 151552,
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     'qwen2': {
         'architectures': ['Qwen2ForCausalLM'], 'hidden_act': 'silu', 'hidden_size': 1536, 'intermediate_size': 8960,
@@ -191,6 +201,20 @@ FORMS: dict[str, dict[str, Any]] = {
         'layer_types': [*[_LINEAR] * 5, _FULL] * 2,
     },
     'qwen3_next_defaults': {'model_type': 'qwen3_next'},
+    'glm4_moe': _GLM,
+    'glm4_moe_air': {  # without norms of queries and keys
+        **{name: value for name, value in _GLM.items() if name != 'use_qk_norm'},
+        'first_k_dense_replace': 1, 'hidden_size': 4096, 'intermediate_size': 10944, 'moe_intermediate_size': 1408,
+        'n_routed_experts': 128, 'num_hidden_layers': 46, 'routed_scaling_factor': 1.0,
+    },
+    'glm4_moe_groups': {
+        'model_type': 'glm4_moe', 'num_local_experts': 64, 'n_group': 8, 'topk_group': 4, 'n_shared_experts': 2,
+        'norm_topk_prob': False, 'first_k_dense_replace': 0, 'num_hidden_layers': 4, 'topk_method': 'noaux_tc',
+        'scoring_func': 'sigmoid', 'moe_layer_freq': 1, 'ep_size': 1,
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5, 'partial_rotary_factor': 0.25},
+        'num_attention_heads': 64,
+    },
+    'glm4_moe_defaults': {'model_type': 'glm4_moe', 'head_dim': 128},
 }  # fmt: skip
 
 
@@ -227,6 +251,7 @@ def read_by_transformers(fields: dict[str, Any]) -> dict[str, Any]:
         'rotates': [bool(turn) and kind != _LINEAR for turn, kind in zip(turns, types, strict=True)],
         'ropes': [ropes[kind] for kind in types][: len(types)],
         **_read_hybrid(config, types),
+        **_read_sigmoid(config),
     }
 
 
@@ -241,6 +266,15 @@ def _read_hybrid(config: Any, types: list[str]) -> dict[str, Any]:
         'shared_expert': getattr(config, 'shared_expert_intermediate_size', 0),
         'sparse': [getattr(config, 'mlp_only_layers', []), getattr(config, 'decoder_sparse_step', 1)],
     }
+
+
+def _read_sigmoid(config: Any) -> dict[str, Any]:
+    """The fields of models with sigmoid routers; {} for others."""
+    if not hasattr(config, 'n_routed_experts'):
+        return {}
+    names = ('n_group', 'topk_group', 'routed_scaling_factor', 'first_k_dense_replace', 'use_qk_norm')
+    shared = config.moe_intermediate_size * config.n_shared_experts
+    return {'sigmoid': [getattr(config, name, None) for name in names], 'shared_expert': shared}
 
 
 def main() -> None:

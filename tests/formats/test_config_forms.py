@@ -53,7 +53,8 @@ def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
         np.testing.assert_allclose(frequencies, rope['frequencies'], rtol=1e-5)
         np.testing.assert_allclose(magnitude, rope['magnitude'], rtol=1e-6)
     if theirs['attention_bias'] is not None and name != 'qwen2':
-        assert (config.qkv_bias, config.output_bias) == (theirs['attention_bias'],) * 2
+        biased = theirs['attention_bias']
+        assert (config.qkv_bias, config.output_bias) == (biased, biased and config.family != 'glm4_moe')
     gemma = theirs['hidden_activation'] is not None
     assert config.activation == ('gelu_tanh' if gemma else 'silu')
     scale = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
@@ -87,6 +88,16 @@ def test_the_fields_of_hybrids_are_those_that_transformers_reads(tmp_path, name)
         dense = [layer for layer in range(config.n_layers) if layer in only_mlp or (layer + 1) % step]
         assert list(config.experts.dense_layers) == dense
     assert config.rotary_dim == {'qwen3_5_yarn': 128, 'qwen3_5_whole_heads': None}.get(name, 64)
+
+
+@pytest.mark.parametrize('name', [name for name, fields in FORMS.items() if fields['model_type'] == 'glm4_moe'])
+def test_the_fields_of_sigmoid_routers_are_those_that_transformers_reads(tmp_path, name):
+    config, theirs = read(tmp_path, FORMS[name]), recorded()[name]
+    router, dense = config.experts.sigmoid, config.experts.dense_layers
+    assert [router.groups, router.kept_groups, router.scale, len(dense), config.qk_norm] == theirs['sigmoid']
+    assert dense == tuple(range(len(dense)))
+    assert config.experts.normalised == theirs['norm_topk_prob']
+    assert (config.rotary_dim or config.head_dim) == 2 * len(theirs['ropes'][0]['frequencies'])
 
 
 @pytest.mark.parametrize('name', FORMS)
@@ -168,6 +179,18 @@ def test_models_that_are_not_read_are_refused_with_the_feature_that_is_missing(t
         ('qwen3_5_moe_defaults', {'norm_topk_prob': False}, 'norm_topk_prob=False is not supported; supported: True'),
         ('qwen3_5_moe_defaults', {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\] is not supported; supported: \[\]'),
         ('qwen3_5_moe_defaults', {'decoder_sparse_step': 2}, 'decoder_sparse_step=2 is not supported; supported: 1'),
+        ('glm4_moe', {'scoring_func': 'softmax'}, "scoring_func='softmax' is not supported; supported: 'sigmoid'"),
+        ('glm4_moe', {'topk_method': 'greedy'}, "topk_method='greedy' is not supported; supported: 'noaux_tc'"),
+        ('glm4_moe', {'moe_layer_freq': 2}, 'moe_layer_freq=2 is not supported; supported: 1'),
+        ('glm4_moe', {'num_experts': 8}, 'num_experts=8 is not supported; supported: 0'),
+        ('glm4_moe', {'num_local_experts': 8}, 'n_routed_experts=160 and num_local_experts=8 are two numbers of exp'),
+        ('glm4_moe', {'first_k_dense_replace': 92}, 'first_k_dense_replace=92 leaves no layer with experts'),
+        ('glm4_moe', {'n_shared_experts': 0}, 'n_shared_experts=0 must be an integer of at least 1'),
+        ('glm4_moe', {'n_group': 3}, '160 experts do not make 3 equal groups'),
+        ('glm4_moe', {'n_group': 160}, '160 experts do not make 160 equal groups of two or more'),
+        ('glm4_moe', {'n_group': 32}, 'of which 1 have the 8 that a token reaches'),
+        ('glm4_moe', {'topk_group': 2}, 'a token cannot keep 2 of 1 groups of experts'),
+        ('glm4_moe', {'quantization_config': {'quant_method': 'fp8'}}, 'quantization_config=.* supported: None'),
         ('qwen3', {'layer_types': ['linear_attention'] * 36}, 'layer_types=.* is not supported'),
         ('qwen3', {'partial_rotary_factor': 0.25}, r'partial_rotary_factor=0\.25 is not supported; supported: 1\.0'),
         ('qwen3', {'rope_scaling': {'type': 'longrope'}}, "rope_type='longrope' needs rotary frequencies that depend"),

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf import GgufError, describe_gguf, find_package_file, load_gguf, read_gguf_header, unpermute
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import FAMILIES, LayerKind, ModelConfig, Rope
+from areal_jax.models.families import FAMILIES, LayerKind, ModelConfig
+from areal_jax.models.ropes import Rope
 from areal_jax.models.weights import leaf_at
 from areal_jax.text.file_tokenizers import GgufTokenizer
 from tests.models import family_examples

@@ -10,7 +10,8 @@ import pytest
 
 from areal_jax.formats.hf_config import HfError, hf_config, read_hf_config
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import LayerKind, Llama3Scaling, ModelConfig, Rope
+from areal_jax.models.families import LayerKind, ModelConfig
+from areal_jax.models.ropes import Llama3Scaling, Rope
 
 # the files of the published models, without what says nothing of the shape
 QWEN_1_5B = {

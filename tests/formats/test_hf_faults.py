@@ -16,7 +16,8 @@ from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import INDEX, WEIGHTS, load_hf
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Llama3Scaling, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.ropes import Llama3Scaling
 from areal_jax.publication.export import export_hf
 from areal_jax.text.file_tokenizers import HfTokenizer
 from areal_jax.text.tokenizer import chat_messages

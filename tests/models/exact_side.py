@@ -25,6 +25,7 @@ from areal_jax.formats.hf_directory import load_hf  # noqa: E402
 from areal_jax.models.attention.flash import RowIds, Setting, attend_dense  # noqa: E402
 from areal_jax.models.decoder import Decoder  # noqa: E402
 from areal_jax.models.delta_rule import DeltaInputs, run_rows  # noqa: E402
+from areal_jax.models.experts import Routing  # noqa: E402
 from tests.models import parity  # noqa: E402
 
 NAMES = (*parity.EXACT, *parity.HYBRIDS)
@@ -42,7 +43,7 @@ def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
     decoder, params = Decoder(config), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
     @jax.jit
-    def run(params, tokens):
+    def run(params, tokens, recorded=None):
         positions, ones = jnp.arange(len(tokens), dtype=jnp.int32), jnp.ones(len(tokens), jnp.int32)
 
         def attend(q, k, v, entry, window, sinks=None):
@@ -51,13 +52,18 @@ def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
             return attend_dense(q[None], k[None], v[None], ids, setting, sinks)[0], entry
 
         recur = lambda inputs, entry: (run_rows(row_of(inputs), ones[None], ones[None], CHUNK)[0], entry)
-        return decoder.logits(params, decoder.hidden(params, tokens, positions, attend, recur=recur)[0])
+        routing = Routing(recorded=recorded)
+        hidden, *_ = decoder.hidden(params, tokens, positions, attend, recur=recur, routing=routing)
+        return decoder.logits(params, hidden)
 
     errors = []
     for number, text in enumerate(parity.texts(name)):
         found = np.asarray(run(params, jnp.asarray(text)))
         assert found.dtype == np.float64
         errors.append(np.abs(found - recorded[f'{name}/{number}/exact']).max())
+        if name in parity.SIGMOID:
+            forced = run(params, jnp.asarray(text), jnp.asarray(parity.foreign_routes(name)[number]))
+            errors.append(np.abs(forced - recorded[f'{name}/{number}/forced']).max())
     return float(max(errors))
 
 

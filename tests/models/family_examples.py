@@ -18,11 +18,10 @@ from areal_jax.models.families import (
     DeltaNet,
     Experts,
     LayerKind,
-    LinearScaling,
     ModelConfig,
-    Rope,
-    YarnScaling,
+    SigmoidRouter,
 )
+from areal_jax.models.ropes import LinearScaling, Rope, YarnScaling
 
 _SHAPE = {
     'vocab_size': 300, 'd_model': 16, 'n_layers': 3, 'n_heads': 4, 'n_kv_heads': 2, 'head_dim': 8, 'd_ff': 24,
@@ -78,6 +77,13 @@ CONFIGS = {
         rotary_dim=4,
         tie_embeddings=False,
         experts=Experts(6, 3, 12, normalised=False, dense_layers=(1,), d_shared=8),
+    ),
+    'glm4_moe': tiny(
+        'glm4_moe',
+        qk_norm=True,
+        qkv_bias=True,
+        rotary_dim=4,
+        experts=Experts(6, 2, 12, dense_layers=(0,), d_shared=24, sigmoid=SigmoidRouter(3, 2, 1.5)),
     ),
 }
 HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)

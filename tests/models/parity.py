@@ -147,6 +147,18 @@ CONFIGS = {
             'truncate': False, 'original_max_position_embeddings': 16,
         },
     ),
+    # sigmoid routers: groups, biases, norms of queries and keys, half of a head rotated; and none of these
+    'glm4_moe': _config(
+        'glm4_moe', 'Glm4MoeForCausalLM', num_hidden_layers=3, head_dim=12, use_qk_norm=True, attention_bias=True,
+        n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=2, n_group=4,
+        topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, first_k_dense_replace=1, rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5, rope_theta=1e4, torch_dtype='float32', num_nextn_predict_layers=0,
+    ),
+    'glm4_moe_air': _config(
+        'glm4_moe', 'Glm4MoeForCausalLM', n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+        first_k_dense_replace=0, norm_topk_prob=False, tie_word_embeddings=True, dtype='float32',
+        rope_parameters={'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 1.0}, num_mtp_layers=0,
+    ),
 }  # fmt: skip
 # Gated delta nets in three of four layers: two value heads a key head, a quarter of a head is rotated.
 _DELTA = {
@@ -183,7 +195,10 @@ EXACT = (
     'gemma3',
     'gemma3_capped',
     'gpt_oss',
+    'glm4_moe',
+    'glm4_moe_air',
 )  # of these the logits are recorded in float64 too
+SIGMOID = ('glm4_moe', 'glm4_moe_air')  # of these also with the experts of `foreign_routes`
 _BIASED = {'qwen2': ('q', 'k', 'v'), 'gpt_oss': ('q', 'k', 'v', 'o')}  # whatever the file says
 _NORMS = {  # of a layer, beside those of queries and keys
     'olmo3': ('post_attention_layernorm', 'post_feedforward_layernorm'),
@@ -197,6 +212,14 @@ def texts(name: str) -> list[np.ndarray]:
     """Two, int32."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     return [random.integers(0, VOCABULARY, length, np.int32) for length in LENGTHS]
+
+
+def foreign_routes(name: str) -> list[np.ndarray]:
+    """Of each text, distinct experts drawn for every layer with experts and token, int32 [L, T, k]."""
+    random, config = np.random.default_rng(zlib.crc32(name.encode()) + 2), ALL[name]
+    layers = config['num_hidden_layers'] - config.get('first_k_dense_replace', 0)
+    scores = [random.random((layers, length, config['n_routed_experts'])) for length in LENGTHS]
+    return [np.argsort(one, axis=-1)[..., : config['num_experts_per_tok']].astype(np.int32) for one in scores]
 
 
 def weights(name: str) -> dict[str, np.ndarray]:
@@ -240,6 +263,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         found['lm_head.weight'] = (vocabulary, d)
     kind = config['model_type']
     biased = _BIASED.get(kind) or (('q', 'k', 'v', 'o') if config.get('attention_bias') else ())
+    biased = biased[:3] if kind == 'glm4_moe' else biased
     whole = kind in ('olmoe', 'olmo3')
     for layer in range(config['num_hidden_layers']):
         place = f'model.layers.{layer}.'
@@ -251,12 +275,13 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if part in biased:
                 found[f'{place}self_attn.{part}_proj.bias'] = (rows,)
         for part, width in {'q': q, 'k': kv}.items():
-            if kind in ('qwen3', 'qwen3_moe', 'olmoe', 'olmo3', 'gemma3_text'):
+            if kind in ('qwen3', 'qwen3_moe', 'olmoe', 'olmo3', 'gemma3_text') or config.get('use_qk_norm'):
                 found[f'{place}self_attn.{part}_norm.weight'] = (width if whole else head_dim,)
         if kind == 'gpt_oss':
             found[f'{place}self_attn.sinks'] = (config['num_attention_heads'],)
-        experts = config.get('num_experts') or config.get('num_local_experts')
-        if not experts or layer in config.get('mlp_only_layers', []):
+        experts = config.get('num_experts') or config.get('num_local_experts') or config.get('n_routed_experts')
+        dense = config.get('mlp_only_layers', range(config.get('first_k_dense_replace', 0)))
+        if not experts or layer in dense:
             for part, shape in {'gate': (ff, d), 'up': (ff, d), 'down': (d, ff)}.items():
                 found[f'{place}mlp.{part}_proj.weight'] = shape
         else:
@@ -275,6 +300,11 @@ def _expert_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str
     for expert in range(experts):
         for name, shape in zip(names, ((width, d), (width, d), (d, width)), strict=True):
             found[f'{module}experts.{expert}.{name}.weight'] = shape
+    if 'n_routed_experts' in config:
+        found[f'{module}gate.e_score_correction_bias'] = (experts,)
+        width *= config.get('n_shared_experts', 1)
+        found |= {f'{module}shared_experts.{part}_proj.weight': (width, d) for part in ('gate', 'up')}
+        found[f'{module}shared_experts.down_proj.weight'] = (d, width)
     return found
 
 

@@ -56,6 +56,27 @@ def greedy(model: Any, text: np.ndarray) -> np.ndarray:
     return np.array(tokens[len(text) :], np.int32)
 
 
+def forced_logits(model: Any, text: np.ndarray, routes: np.ndarray) -> np.ndarray:
+    """Logits with the experts `routes`, int [L, T, k], in place of the router's choice."""
+    import torch
+
+    gates = [module for name, module in model.named_modules() if name.endswith('mlp.gate')]
+    for gate, ids in zip(gates, torch.tensor(routes.astype(np.int64)), strict=True):
+
+        def choose(states: Any, gate: Any = gate, ids: Any = ids) -> tuple[Any, Any, Any]:
+            logits = torch.nn.functional.linear(states.view(-1, states.shape[-1]).float(), gate.weight.float())
+            chosen = logits.sigmoid().gather(1, ids)
+            if model.config.norm_topk_prob:
+                chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+            return logits, chosen * model.config.routed_scaling_factor, ids
+
+        gate.forward = choose
+    found = logits(model, text)
+    for gate in gates:
+        del gate.forward
+    return found
+
+
 def exact_logits(models: dict[str, Any]) -> dict[str, np.ndarray]:
     """Logits in float64; torch cannot load a model afterwards, because its float32 is float64."""
     import torch
@@ -74,6 +95,9 @@ def exact_logits(models: dict[str, Any]) -> dict[str, np.ndarray]:
             inner.embed_tokens.embed_scale = torch.tensor(model.config.hidden_size**0.5)
         for number, text in enumerate(parity.texts(name)):
             arrays[f'{name}/{number}/exact'] = logits(model, text)
+            if name in parity.SIGMOID:
+                routes = parity.foreign_routes(name)[number]
+                arrays[f'{name}/{number}/forced'] = forced_logits(model, text, routes)
     return arrays
 
 

@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
-from areal_jax.models.families import LayerKind, Llama3Scaling, ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
+from areal_jax.models.ropes import Llama3Scaling
 from areal_jax.models.weights import TARGETS, Lora, stack_layers, unstack_layers
 from areal_jax.native import compiled_library as library
 from tests.models import reference

@@ -54,7 +54,7 @@ def dtypes(tree):
 
 def test_which_leaves_they_are():
     paths = {path for family in FAMILIES.values() for path in (row.path for row in family.weights) if is_float32(path)}
-    assert paths == {f'layers/*/delta/{name}' for name in KEPT}
+    assert paths == {*(f'layers/*/delta/{name}' for name in KEPT), 'layers/*/mlp/correction'}
     assert [leaf_dtype(path, 'bfloat16') for path in ('layers/log_rate', 'layers/0/norm')] == ['float32', 'bfloat16']
 
 

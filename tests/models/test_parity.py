@@ -33,13 +33,27 @@ DECODED = [
         name,
         marks=[]
         if name
-        in ('llama3', 'qwen3_window', 'qwen3_moe_mixed', 'smollm3', 'gemma3_capped', 'gpt_oss', 'qwen3_5', 'qwen3_next')
+        in (
+            'llama3',
+            'qwen3_window',
+            'qwen3_moe_mixed',
+            'smollm3',
+            'gemma3_capped',
+            'gpt_oss',
+            'qwen3_5',
+            'qwen3_next',
+            'glm4_moe',
+        )
         else [pytest.mark.slow],
     )
     for name in parity.ALL
 ]
 STACKED = [
-    pytest.param(name, 'stacked', marks=[] if name in ('qwen3_window', 'qwen3_moe', 'qwen3_5') else [pytest.mark.slow])
+    pytest.param(
+        name,
+        'stacked',
+        marks=[] if name in ('qwen3_window', 'qwen3_moe', 'qwen3_5', 'glm4_moe') else [pytest.mark.slow],
+    )
     for name in parity.ALL
 ]
 
@@ -164,7 +178,8 @@ def test_the_checkpoints_exercise_the_options():
     assert {kind.rope.theta for kind in kinds['gemma3'] if kind.window} == {1e4}
     experts = {name: config.experts for name, config in configs.items() if config.experts}
     assert {name: config.dense_layers for name, config in experts.items() if config.dense_layers} == {
-        'qwen3_moe_mixed': (0,)
+        'qwen3_moe_mixed': (0,),
+        'glm4_moe': (0,),
     }
     assert {config.normalised for config in experts.values()} == {True, False}
     assert {config.tie_embeddings for config in configs.values()} == {True, False}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.families import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from areal_jax.models.ropes import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from areal_jax.models.rotary import frequencies, no_rotation, rotary, rotate, stretch
 from tests.models import reference
 

@@ -7,15 +7,8 @@ import math
 
 import pytest
 
-from areal_jax.models.families import (
-    LayerKind,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    Rope,
-    YarnScaling,
-    default_kinds,
-)
+from areal_jax.models.families import LayerKind, ModelConfig, default_kinds
+from areal_jax.models.ropes import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0

@@ -26,7 +26,8 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import LayerKind, Llama3Scaling, ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
+from areal_jax.models.ropes import Llama3Scaling
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import WeightsError, from_hf_names, load_hf, load_hf_weights
 from areal_jax.formats.hf_export import HfCompanions
-from areal_jax.models.families import LayerKind, Llama3Scaling
+from areal_jax.models.families import LayerKind
+from areal_jax.models.ropes import Llama3Scaling
 from areal_jax.publication.export import PartWriter, export_hf
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
 from areal_jax.publication.manifest import weights_sha256

@@ -263,7 +263,7 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         n_heads=config.model.n_heads,
         n_kv_heads=config.model.n_kv_heads,
         head_dim=config.model.head_dim,
-        d_ff=config.model.d_expert if family.experts and not family.experts.has_dense_layers else config.model.d_ff,
+        d_ff=config.model.d_expert if family.experts and not family.experts.has_dense else config.model.d_ff,
         rope_theta=config.model.rope_theta,
         context_tokens=longest,
         family=name,
@@ -281,7 +281,14 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
 
 def _random_experts(config: TrackedConfig, fields: ExpertFields) -> Experts:
     sizes = config.model.experts, config.model.experts_per_token, config.model.d_expert
-    return Experts(*sizes, swiglu=fields.swiglu, d_shared=config.model.d_expert if fields.d_shared else 0)
+    has_shared = fields.d_shared is not None or fields.shared is not None
+    return Experts(
+        *sizes,
+        dense_layers=tuple(range(min(fields.dense_first or 0, config.model.n_layers - 1))),
+        swiglu=fields.swiglu,
+        d_shared=config.model.d_expert if has_shared else 0,
+        sigmoid=fields.sigmoid,
+    )
 
 
 def _random_delta(config: TrackedConfig) -> DeltaNet:

@@ -27,7 +27,7 @@ from areal_jax.learning import weights as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import DELTA, LayerKind, ModelConfig
 from areal_jax.models.weight_rows import MixerKind
-from areal_jax.models.weights import Params, is_adapter, leaf_dtype, logical_axes
+from areal_jax.models.weights import Params, leaf_dtype, logical_axes
 from areal_jax.rollout.decode.decode_rows import CacheSizes
 from areal_jax.rollout.decode.generate import weight_shardings
 from areal_jax.rollout.state_pool import size_states
@@ -191,7 +191,7 @@ def state_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[s
     """
     # only one of several layers with equal shapes is measured: a tree of all of them could itself be too large
     decoder = Decoder(_sample(shape), lora=build_lora(config))
-    trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
+    trained, frozen = trees.split(decoder.abstract(), trees.choose_trained(adapters=bool(decoder.lora)))
     cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
     count = lambda tree, shardings, dtype: _bytes(tree, shardings, _repeats(shape), dtype)
     optimizer = build_optimizer(config)

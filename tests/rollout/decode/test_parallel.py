@@ -145,6 +145,7 @@ def test_devices_that_do_not_divide_the_heads_are_refused(devices):
     ('name', 'expert'),
     [
         ('gpt_oss', 2),
+        ('glm4_moe', 2),
         ('qwen3_5', 1),
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ('gpt_oss', 'gemma3', *HYBRIDS[1:])),
     ],
