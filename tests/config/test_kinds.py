@@ -22,7 +22,7 @@ from areal_jax.errors import UserError
 ROOT = pathlib.Path(__file__).parents[2]
 CLIENTS = {client.name: client for kind in SERVERS.values() for client in kind.clients}
 NAMES = {*SERVERS, *CHANNELS, *CLIENTS}
-# 'files' of a dictionary of results, 'device' of an axis of places, 'own' of publication.listen, and 'stream' of prompts
+# 'files' of a dictionary of results, 'device' of an axis of places, 'own' of publication.listen, 'stream' of prompts
 # and of answers over HTTP are other words
 OTHER_WORDS = {
     'areal_jax/app/evaluate/evaluate.py': {'files'},
