@@ -103,14 +103,21 @@ def mix_by_gather(
     if cuts_tokens:
         gather = functools.partial(lax.all_gather, axis_name=axis, tiled=True)
         x, experts, weights = gather(x), gather(experts), gather(weights)
-    y = local(x, _number_own(experts, axis, len(leaves[0])), weights, *leaves)
+    y = local(x, *_take_own(experts, weights, axis, len(leaves[0])), *leaves)
     return lax.psum_scatter(y, axis, tiled=True) if cuts_tokens else lax.psum(y, axis)
 
 
-def _number_own(experts: jax.Array, axis: str, own: int) -> jax.Array:
-    """The numbers that choices have among the `own` experts of this device; `own` = of another device."""
+def _take_own(experts: jax.Array, weights: jax.Array, axis: str, own: int) -> tuple[jax.Array, jax.Array]:
+    """The choices [..., k] that are of the `own` experts of this device, in order, and their weights.
+
+    Returns at most `own` of a token, since that many can be; the number `own` = none.
+    """
     number = experts - lax.axis_index(axis) * own
-    return jnp.where((number >= 0) & (number < own), number, own)
+    number = jnp.where((number >= 0) & (number < own), number, own)
+    if own >= experts.shape[-1]:
+        return number, weights
+    first = jnp.argsort(number == own, axis=-1, stable=True)[..., :own]
+    return jnp.take_along_axis(number, first, axis=-1), jnp.take_along_axis(weights, first, axis=-1)
 
 
 def mix_by_all_to_all(
@@ -127,20 +134,20 @@ def mix_by_all_to_all(
     Args:
       ragged: whether the platform has `lax.ragged_all_to_all`.
     """
-    own, n, (t, k) = len(leaves[0]), lax.axis_size(axis), experts.shape
+    own, n, t = len(leaves[0]), lax.axis_size(axis), len(x)
     sizes, rows, _ = sort_rows(_find_devices(experts, own, n), n)
     everyone = functools.partial(lax.all_gather, axis_name=axis)
-    number = _number_own(everyone(experts), axis, own)  # [n, t, k]
+    number, own_weights = _take_own(everyone(experts), everyone(weights), axis, own)  # [n, t, at most k]
     comes = jnp.any(number < own, axis=-1)
     order = jnp.argsort(~comes, axis=1, stable=True)[:, :, None]  # of each device: the tokens that come, then others
-    take = lambda each: jnp.take_along_axis(each, order, axis=1).reshape(n * t, k)
+    take = lambda each: jnp.take_along_axis(each, order, axis=1).reshape(n * t, -1)
     starts, me = jnp.cumsum(sizes, dtype=jnp.int32) - sizes, lax.axis_index(axis)
     here = _Side(starts, sizes, lax.all_to_all(starts, axis, 0, 0, tiled=True))
     there = _Side(
         jnp.arange(n, dtype=jnp.int32) * t, comes.sum(axis=1, dtype=jnp.int32), jnp.full(n, me * t, jnp.int32)
     )
     path = _Path(axis, ragged, most=t, size=len(rows.choice), becomes=n * t)
-    parts = local(_move(path, spread(x, rows), here, there), take(number), take(everyone(weights)), *leaves)
+    parts = local(_move(path, spread(x, rows), here, there), take(number), take(own_weights), *leaves)
     return collect(_move(path.back(), parts, there, here), rows)
 
 
