@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from typing import NamedTuple
 
 import jax
@@ -83,6 +84,18 @@ def choose_form(asked: str, layer: Layer, mesh: Mesh, axis: str) -> str:
     return ALL_TO_ALL if moved[ALL_TO_ALL] <= _MOST_SHARE * moved[GATHER] else GATHER
 
 
+@functools.cache
+def form_over(mesh: Mesh, axis: str, form: str) -> Mixer:
+    """The form for an axis that cuts the tokens; the gather in place of an all-to-all that fails its check."""
+    if form == ALL_TO_ALL:
+        with jax.ensure_compile_time_eval():  # the check runs a program, and another one is being traced
+            fault = find_fault(mesh, axis)
+        if not fault:
+            return functools.partial(mix_by_all_to_all, ragged=mesh.devices.flat[0].platform != 'cpu')
+        print(f"warning: the all-to-all of experts' tokens {fault}; they are gathered", file=sys.stderr)
+    return mix_by_gather
+
+
 # The two forms, inside shard_map.
 
 
@@ -147,8 +160,8 @@ def mix_by_all_to_all(
         jnp.arange(n, dtype=jnp.int32) * t, comes.sum(axis=1, dtype=jnp.int32), jnp.full(n, me * t, jnp.int32)
     )
     path = _Path(axis, ragged, most=t, size=len(rows.choice), becomes=n * t)
-    parts = local(_move(path, spread(x, rows), here, there), take(number), take(own_weights), *leaves)
-    return collect(_move(path.back(), parts, there, here), rows)
+    parts = local(move_slices(path, spread(x, rows), here, there), take(number), take(own_weights), *leaves)
+    return collect(move_slices(path.back(), parts, there, here), rows)
 
 
 def _find_devices(experts: jax.Array, own: int, n: int) -> jax.Array:
@@ -181,7 +194,7 @@ class _Path(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _move(path: _Path, rows: jax.Array, here: _Side, there: _Side) -> jax.Array:
+def move_slices(path: _Path, rows: jax.Array, here: _Side, there: _Side) -> jax.Array:
     """The slices `here` of every device's rows, at their places `there`; 0 where no slice is."""
     empty = jnp.zeros((path.becomes, rows.shape[1]), rows.dtype)
     if path.ragged:
@@ -195,9 +208,9 @@ def _move(path: _Path, rows: jax.Array, here: _Side, there: _Side) -> jax.Array:
     return empty.at[place(there, path.becomes)].set(parts, mode='drop')
 
 
-_move.defvjp(
-    lambda path, rows, here, there: (_move(path, rows, here, there), (here, there)),
-    lambda path, sides, d_rows: (_move(path.back(), d_rows, *reversed(sides)), None, None),
+move_slices.defvjp(
+    lambda path, rows, here, there: (move_slices(path, rows, here, there), (here, there)),
+    lambda path, sides, d_rows: (move_slices(path.back(), d_rows, *reversed(sides)), None, None),
 )
 
 

@@ -25,14 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
-from areal_jax.models.expert_parallel import (
-    ALL_TO_ALL,
-    Layer,
-    choose_form,
-    find_fault,
-    mix_by_all_to_all,
-    mix_by_gather,
-)
+from areal_jax.models.expert_parallel import Layer, choose_form, form_over, mix_by_gather
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig
 
@@ -92,7 +85,7 @@ def make_mix(
         if share is not None and share in token_axes:
             held = len(x) // math.prod(mesh.shape[axis] for axis in token_axes)
             layer = Layer(held, experts.shape[1], len(down), x.shape[1] * x.dtype.itemsize)
-            over_experts = _form_over(mesh, share, choose_form(form, layer, mesh, share))
+            over_experts = form_over(mesh, share, choose_form(form, layer, mesh, share))
 
         def own(x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array) -> jax.Array:
             if swiglu is not None and cut is not None:  # the sum over devices adds the bias of `down` once
@@ -116,18 +109,6 @@ def make_mix(
 
 def _divides(mesh: Mesh, axis: str, size: int) -> str | None:
     return axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
-
-
-@functools.cache
-def _form_over(mesh: Mesh, axis: str, form: str) -> Mixer:
-    """The form for an axis that cuts the tokens; the gather in place of an all-to-all that fails its check."""
-    if form == ALL_TO_ALL:
-        with jax.ensure_compile_time_eval():
-            fault = find_fault(mesh, axis)
-        if not fault:
-            return functools.partial(mix_by_all_to_all, ragged=mesh.devices.flat[0].platform != 'cpu')
-        print(f"warning: the all-to-all of experts' tokens {fault}; they are gathered", file=sys.stderr)
-    return mix_by_gather
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from areal_jax.models.expert_parallel import (
     compare_forms,
     count_hops,
     find_fault,
+    form_over,
     mix_by_all_to_all,
     mix_by_gather,
 )
@@ -87,7 +88,7 @@ def test_ragged_slices_have_each_token_once_for_each_device_that_it_reaches(monk
         return send_as_documented(operand, output, starts, sizes, *rest, axis_name=axis_name)
 
     monkeypatch.setattr(jax.lax, 'ragged_all_to_all', send)
-    monkeypatch.setattr(experts, '_form_over', lambda *_: mix_by_all_to_all)
+    monkeypatch.setattr(experts, 'form_over', lambda *_: mix_by_all_to_all)
     inputs = make_inputs(Case(16, 4, 24, 20, 48, none=0.2))
     assert_near(differentiate(mix_over(ALONE, ALL_TO_ALL), inputs), compute(*inputs))
     jax.effects_barrier()
@@ -166,17 +167,17 @@ def test_the_form_that_moves_less_is_chosen():
 
 def test_the_check_finds_equal_forms_and_a_row_at_a_wrong_place(monkeypatch):
     assert compare_forms(make_mesh(**FOUR), 'expert', ragged=False) < 1e-6
-    move = expert_parallel._move
+    move = expert_parallel.move_slices
     shifted = lambda path, rows, here, there: move(path, rows, here, there._replace(starts=there.starts + 1))
-    monkeypatch.setattr(expert_parallel, '_move', shifted)
+    monkeypatch.setattr(expert_parallel, 'move_slices', shifted)
     assert compare_forms(make_mesh(**FOUR), 'expert', ragged=False) > 0.1
 
 
 def test_an_all_to_all_that_fails_its_check_is_not_used(monkeypatch, capsys):
     mesh = make_mesh(expert=8)
     assert find_fault(mesh, 'expert') == ''
-    monkeypatch.setattr(experts, 'find_fault', lambda *_: 'does not run here: RuntimeError')
-    assert experts._form_over.__wrapped__(mesh, 'expert', ALL_TO_ALL) is mix_by_gather
+    monkeypatch.setattr(expert_parallel, 'find_fault', lambda *_: 'does not run here: RuntimeError')
+    assert form_over.__wrapped__(mesh, 'expert', ALL_TO_ALL) is mix_by_gather
     assert "warning: the all-to-all of experts' tokens does not run here: RuntimeError; they are gathered" in (
         capsys.readouterr().err
     )
