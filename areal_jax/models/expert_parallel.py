@@ -198,9 +198,10 @@ def move_slices(path: _Path, rows: jax.Array, here: _Side, there: _Side) -> jax.
     """The slices `here` of every device's rows, at their places `there`; 0 where no slice is."""
     empty = jnp.zeros((path.becomes, rows.shape[1]), rows.dtype)
     if path.ragged:
-        return lax.ragged_all_to_all(
+        moved: jax.Array = lax.ragged_all_to_all(
             rows, empty, here.starts, here.sizes, there.theirs, there.sizes, axis_name=path.axis
         )
+        return moved
     offset = jnp.arange(path.most, dtype=jnp.int32)
     place = lambda side, none: jnp.where(offset < side.sizes[:, None], side.starts[:, None] + offset, none)
     parts = jnp.take(rows, place(here, path.size), axis=0, mode='fill', fill_value=0)
@@ -247,11 +248,13 @@ def compare_forms(mesh: Mesh, axis: str, *, ragged: bool) -> jax.Array:
         into, out_of = (_EXPERTS_EACH, _WIDTH, _EXPERT_WIDTH), (_EXPERTS_EACH, _EXPERT_WIDTH, _WIDTH)
         leaves = [normal(*shape) / np.sqrt(shape[1]) for shape in (into, into, out_of)]
         x, weights = normal(_TOKENS, _WIDTH), jnp.ones(experts.shape)
-        forms = (mix_by_gather, functools.partial(mix_by_all_to_all, ragged=ragged))
+        forms: tuple[Mixer, ...] = (mix_by_gather, functools.partial(mix_by_all_to_all, ragged=ragged))
         of_x = [lambda x, form=form: form(mix_blocks, axis, x, experts, weights, *leaves) for form in forms]
         wanted, found = (jnp.stack([y, *pull(jnp.sin(y))]) for y, pull in (jax.vjp(one, x) for one in of_x))
-        return lax.pmax(jnp.abs(found - wanted).max(), mesh.axis_names) / lax.pmax(
-            jnp.abs(wanted).max(), mesh.axis_names
-        )
+        most = lambda values: lax.pmax(jnp.abs(values).max(), mesh.axis_names)
+        difference: jax.Array = most(found - wanted) / most(wanted)
+        return difference
 
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))()
+    over = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
+    off: jax.Array = over()
+    return off

@@ -81,7 +81,7 @@ def make_mix(
         down = leaves[-1] if swiglu is None else leaves[2]
         cut = _divides(mesh, 'tensor', down.shape[1])
         share = _divides(mesh, 'expert', len(down))  # None: each device has all experts, as a teacher's may be
-        over_experts = functools.partial(mix_by_gather, cuts_tokens=False)
+        over_experts: Mixer = functools.partial(mix_by_gather, cuts_tokens=False)
         if share is not None and share in token_axes:
             held = len(x) // math.prod(mesh.shape[axis] for axis in token_axes)
             layer = Layer(held, experts.shape[1], len(down), x.shape[1] * x.dtype.itemsize)
