@@ -151,10 +151,11 @@ def read_memory(compiled: jax.stages.Compiled, beside: int) -> Memory:
 def least_seconds(topology: Topology, memory: Memory, collectives: Sequence[hlo.Collective], flops: float) -> float:
     """Seconds below which the program cannot be: products at the chip's peak, every argument read once, or exchanges.
 
-    With the chip's peaks of simulation/prices.py; kernels and second readings of memory are not counted.
+    With the chip's peaks of simulation/prices.py; kernels and second readings of memory are not counted, nor exchanges
+    of which only the room is known.
     """
     chip, share = topology.chip, topology.share
-    moved = sum(one.bytes * one.times for one in collectives)
+    moved = sum(one.bytes * one.times for one in collectives if one.kind != hlo.RAGGED)
     return max(
         flops / topology.flops, memory.arguments / (chip.bytes_s / share), moved / (chip.interconnect_bytes_s / share)
     )

@@ -22,7 +22,8 @@ _BYTES = {
     'f16': 2, 'bf16': 2, 'f32': 4, 'f64': 8, 'c64': 8, 'c128': 16, 'f8e4m3fn': 1, 'f8e5m2': 1, 'f8e8m0fnu': 1,
     'f4e2m1fn': 0.5, 'token': 0, 'opaque': 0,
 }  # fmt: skip
-COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+RAGGED = 'ragged-all-to-all'
+COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', RAGGED)
 _SCATTER = 'all-reduce-scatter'  # begins the name of a TPU's computation that is a reduce-scatter
 # custom calls that launch nothing
 _MARKERS = ('Sharding', 'AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast')
@@ -314,11 +315,16 @@ def find_collectives(module: Module, mesh: Mesh | None) -> list[Collective]:
 
 
 def _count_moved(one: Instruction, by_name: Mapping[str, Instruction]) -> int:
-    """Bytes of the larger side of an exchange; several arrays that were combined into one count together."""
-    given = sum(by_name[name].bytes for name in one.operands if name in by_name)
-    result = one.bytes
+    """Bytes of the larger side of an exchange; several arrays that were combined into one count together.
+
+    Of a ragged one all the room counts, since the program does not say how much of it is in use.
+    """
+    operands = [by_name[name].bytes for name in one.operands if name in by_name]
+    given, result = sum(operands), one.bytes
     if one.opcode.endswith('-start') and result > given:  # its result has the operands too
         result -= given
+    if one.opcode.startswith(RAGGED):  # the second operand is the array that is written to
+        given = max(operands, default=0)
     return max(given, result)
 
 

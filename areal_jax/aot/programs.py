@@ -24,10 +24,12 @@ from areal_jax.learning.trained_part import PartMaker, TrainedPart
 from areal_jax.learning.weights import choose_trained
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
+from areal_jax.models.expert_parallel import Layer, choose_form, count_hops
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import leaf_dtype
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, PreparedWeights
 from areal_jax.sharding.rules import Allocation, EngineDevices, nearest_device, path_name
+from areal_jax.telemetry.progress import format_bytes
 from areal_jax.types import Tree
 
 LEARNER, ENGINE = 'learner', 'engine'
@@ -66,6 +68,8 @@ def plan_programs(config: config_dict.ConfigDict, shape: ModelConfig, devices: S
     choices = {'learner.attention': layout.attention, 'learner.packing': layout.packing}
     if shape.experts:
         choices["experts' products of the learner"] = _choose_products(config.learner.dtype, shape, allocation.learner)
+        if allocation.learner.shape['expert'] > 1:
+            choices['learner.expert_parallel'] = _choose_parallel(config, shape, allocation.learner)
     state = part.described
     kept = jax.tree.leaves((state.params, state.frozen, state.optimizer, state.reference, state.working))
     learner_bytes, engine_bytes = sum(map(bytes_on_device, kept)), 0
@@ -95,6 +99,19 @@ def _choose_products(dtype: str, shape: ModelConfig, mesh: Mesh) -> str:
     own, width = experts.count // mesh.shape['expert'], experts.d_expert // mesh.shape['tensor']
     demand = Demand(dtype, experts.per_token, own, width, shape.d_model)
     return choose_checked_mixer(nearest_device(mesh), demand).name
+
+
+def _choose_parallel(config: config_dict.ConfigDict, shape: ModelConfig, mesh: Mesh) -> str:
+    """The form of experts over devices, and the bytes of each form."""
+    experts, learner = shape.experts, config.learner
+    assert experts is not None
+    tokens = learner.rows_per_microbatch * learner.row_tokens * mesh.shape['tensor'] // mesh.size
+    row = shape.d_model * jax.numpy.dtype(learner.dtype).itemsize
+    layer = Layer(tokens, experts.per_token, experts.count, row)
+    moved = layer.count_bytes(mesh.shape['expert'], count_hops(mesh, 'expert'))
+    listed = ', '.join(f'{name} {format_bytes(int(size))}' for name, size in moved.items())
+    form = choose_form(learner.expert_parallel, layer, mesh, 'expert')
+    return f'{form} (over the links of a device, a layer and pass: {listed})'
 
 
 def _one_of_each_size(allocation: Allocation) -> list[EngineDevices]:

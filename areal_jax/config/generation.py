@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.drawn_lengths import ANSWER_LENGTHS, Mixture, parse_distribution
 from areal_jax.config.fields import (
     COUNT,
     COUNT_OR_OFF,
@@ -322,6 +321,9 @@ def find_length_problems(c: Config) -> Iterator[str]:
     rollout = c.rollout
     if not (text := rollout.answer_lengths):
         return
+    # here, since no command has to import it for a text of ''
+    from areal_jax.config.drawn_lengths import ANSWER_LENGTHS, Mixture, parse_distribution
+
     setting, drawn = f'{ANSWER_LENGTHS}={text!r}', parse_distribution(text, ANSWER_LENGTHS)
     if c.simulation.prices:
         yield (

@@ -146,6 +146,12 @@ class LearnerSection(ConfigSection):
         "'auto': by platform",
         other_names='attn_implementation flash_attn flash_attention attn',
     )
+    expert_parallel: str = choice(
+        'auto',
+        ('auto', 'gather', 'all_to_all'),
+        "how tokens reach experts of other devices; 'auto': the form that moves fewer bytes, on CPUs gather",
+        other_names='expert_model_parallel moe_token_dispatcher_type token_dispatcher dispatcher',
+    )
     routes: str = choice(
         'live',
         ('live', 'replay'),

@@ -84,6 +84,7 @@ def predicting_states(
     mesh: Mesh | None = None,
     follows: jax.Array | bool | None = None,
     chunk: int = CHUNK,
+    expert_parallel: str = 'auto',
 ) -> tuple[jax.Array, SeenRoutes | None]:
     """Hidden states [R, N, d] from which the loss tokens of packed rows are predicted, and the routes to experts.
 
@@ -94,6 +95,7 @@ def predicting_states(
       mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp * expert, and
         with context > 1 T one of 2 * context and N one of context.
       chunk: tokens that the rule of delta nets computes at once.
+      expert_parallel: how tokens reach experts of other devices, see learner.expert_parallel.
     """
     tokens = Stream(mesh, *rows['tokens'].shape)
     inputs, positions, sources = rows['tokens'], rows['positions'], rows['sources']
@@ -105,7 +107,7 @@ def predicting_states(
     if follows is not None:
         recorded = rows[ROUTED_EXPERTS.name] if context == 1 else to_slices(rows[ROUTED_EXPERTS.name], context)
         recorded = jnp.moveaxis(tokens.flatten(recorded), 0, 1)  # [L, R * T, k]
-    routing = Routing(tokens.mix(), tokens.flatten(used), recorded, follows is not None and follows)
+    routing = Routing(tokens.mix(expert_parallel), tokens.flatten(used), recorded, follows is not None and follows)
     flat_hidden, _, routed = decoder.hidden_and_routes(  # [R * T, d]
         params,
         tokens.flatten(inputs),
@@ -184,9 +186,9 @@ class Stream:
         """The stream [R * T, ...], sharded by token: no device holds a part of a token's features."""
         return self._at(x, TOKEN_AXES)
 
-    def mix(self) -> Mixer:
-        """The product of experts for tokens of the flat stream."""
-        return make_mix(self._device, self.mesh, TOKEN_AXES)
+    def mix(self, form: str) -> Mixer:
+        """The product of experts for tokens of the flat stream; `form` as in make_mix."""
+        return make_mix(self._device, self.mesh, TOKEN_AXES, form)
 
     def _at(self, x: jax.Array, *spec: str | tuple[str, ...]) -> jax.Array:
         if self.mesh is None:

@@ -305,7 +305,7 @@ class Programs:
     ) -> tuple[jax.Array, SeenRoutes | None]:
         return predicting_states(
             self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(FOLLOWS),
-            chunk=chunk,
+            chunk=chunk, expert_parallel=self.settings.learner.expert_parallel,
         )  # fmt: skip
 
     def _score_targets(

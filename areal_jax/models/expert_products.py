@@ -316,55 +316,55 @@ def mix_grouped(
     Args:
       multiply: (rows [N, K], matrices [E, K, M], sizes [E]) -> [N, M], differentiable, see grouped/products.py.
     """
-    sizes, rows, expert = _sort_rows(experts, len(leaves[0]))
+    sizes, rows, expert = sort_rows(experts, len(leaves[0]))
     used = (rows.choice < experts.size)[:, None]
     # a kernel leaves anything in rows without a group, and in their gradients
     product = lambda left, matrix: jnp.where(used, multiply(left, matrix, sizes), 0)
     weight = _take_filled(weights.reshape(-1), rows.choice)
-    left = _spread(x, rows)
+    left = spread(x, rows)
     if swiglu is None:
         gate, up, down = leaves
         inner = _weigh(product(left, gate), product(left, up), weight)
-        return _collect(product(inner, down), rows)
+        return collect(product(inner, down), rows)
     gate_up, gate_up_bias, down, down_bias = leaves
     own = lambda bias: _take_filled(bias, expert)
     inner = weight[:, None] * _activate_clamped(swiglu, product(left, gate_up), own(gate_up_bias))
     out = product(inner.astype(x.dtype), down) + weight[:, None] * own(down_bias)
-    return _collect(out.astype(x.dtype), rows)
+    return collect(out.astype(x.dtype), rows)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Where each choice is among the rows that are sorted by expert."""
 
     choice: jax.Array  # int32 [N], of each row; N = the row is not used
     place: jax.Array  # int32 [T, k], the row of each choice; N = none
 
 
-def _sort_rows(experts: jax.Array, n_experts: int) -> tuple[jax.Array, _Rows, jax.Array]:
+def sort_rows(experts: jax.Array, n_experts: int) -> tuple[jax.Array, Rows, jax.Array]:
     """(rows of each expert [E], their choices, the expert of each row [N])."""
     chosen = _without_others(experts, n_experts)
     order, first, sizes = _sort_choices(chosen, n_experts)
     row = jnp.arange(chosen.size, dtype=jnp.int32)
     used = row < first[-1]
     place = jnp.zeros_like(order).at[order].set(jnp.where(used, row, chosen.size), unique_indices=True)
-    rows = _Rows(jnp.where(used, order, chosen.size).astype(jnp.int32), place.reshape(experts.shape).astype(jnp.int32))
+    rows = Rows(jnp.where(used, order, chosen.size).astype(jnp.int32), place.reshape(experts.shape).astype(jnp.int32))
     return sizes, rows, chosen[order]
 
 
 @jax.custom_vjp
-def _spread(x: jax.Array, rows: _Rows) -> jax.Array:
+def spread(x: jax.Array, rows: Rows) -> jax.Array:
     """The token of each row, [N, d]; its gradient is the sum of a token's rows, in order and float32."""
     return _take_filled(x, rows.choice // rows.place.shape[1])
 
 
 @jax.custom_vjp
-def _collect(parts: jax.Array, rows: _Rows) -> jax.Array:
-    """The sum of a token's rows, [T, d]; the mirror image of _spread."""
+def collect(parts: jax.Array, rows: Rows) -> jax.Array:
+    """The sum of a token's rows, [T, d]; the mirror image of spread."""
     return _sum_choices(parts, rows.place)
 
 
-_spread.defvjp(lambda x, rows: (_spread(x, rows), rows), lambda rows, d_rows: (_collect(d_rows, rows), None))
-_collect.defvjp(lambda parts, rows: (_collect(parts, rows), rows), lambda rows, dy: (_spread(dy, rows), None))
+spread.defvjp(lambda x, rows: (spread(x, rows), rows), lambda rows, d_rows: (collect(d_rows, rows), None))
+collect.defvjp(lambda parts, rows: (collect(parts, rows), rows), lambda rows, dy: (spread(dy, rows), None))
 
 
 @jax.checkpoint  # keeps the products in their dtype, not what is computed from them in float32

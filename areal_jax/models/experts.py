@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from typing import NamedTuple
 
@@ -27,15 +28,15 @@ from jax.sharding import Mesh, PartitionSpec
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
+from areal_jax.models.expert_parallel import Layer, choose_form, form_over, mix_by_gather
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig, SigmoidRouter
 
 # The mixer that a pass uses, on one device and over a mesh.
 #
 # Each device computes its own tokens; `tensor` cuts the width of every expert, and the parts of an output are summed.
-# `expert` cuts the experts of a layer: the devices of this axis gather each other's tokens, each computes its own
-# experts on all of them (choices of other experts add nothing), and each gets the sum for its own tokens back. So no
-# buffer has a capacity and no token is dropped.
+# `expert` cuts the experts of a layer, and tokens reach them in one of the two forms of expert_parallel.py. No buffer
+# has a capacity, and no token is dropped.
 
 
 def require_experts(config: ModelConfig, expert: int, field: str) -> None:
@@ -54,13 +55,16 @@ def require_experts(config: ModelConfig, expert: int, field: str) -> None:
         )
 
 
-def make_mix(device: jax.Device, mesh: Mesh | None = None, token_axes: tuple[str, ...] = ()) -> Mixer:
+def make_mix(
+    device: jax.Device, mesh: Mesh | None = None, token_axes: tuple[str, ...] = (), form: str = 'auto'
+) -> Mixer:
     """The mixer for a device, or for the devices of a mesh that are like it.
 
     Args:
       device: it may belong to a topology that is only described.
       mesh: the devices that hold the tokens; None or one device: no exchange.
       token_axes: axes of the mesh over which the tokens are cut; () = every device has all tokens.
+      form: of the experts over devices, see expert_parallel.py; 'auto' = the one that moves less.
     """
 
     def local(
@@ -80,13 +84,18 @@ def make_mix(device: jax.Device, mesh: Mesh | None = None, token_axes: tuple[str
         down = leaves[-1] if swiglu is None else leaves[2]
         cut = _divides(mesh, 'tensor', down.shape[1])
         share = _divides(mesh, 'expert', len(down))  # None: each device has all experts, as a teacher's may be
+        over_experts: Mixer = functools.partial(mix_by_gather, cuts_tokens=False)
+        if share is not None and share in token_axes:
+            held = len(x) // math.prod(mesh.shape[axis] for axis in token_axes)
+            layer = Layer(held, experts.shape[1], len(down), x.shape[1] * x.dtype.itemsize)
+            over_experts = form_over(mesh, share, choose_form(form, layer, mesh, share))
 
         def own(x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array) -> jax.Array:
             if swiglu is not None and cut is not None:  # the sum over devices adds the bias of `down` once
                 first = jax.lax.axis_index(cut) == 0
                 leaves = (*leaves[:-1], jnp.where(first, leaves[-1], 0))
             mix: Mixer = functools.partial(local, swiglu=swiglu)
-            mix = mix if share is None else _over_experts(mix, share, cuts_tokens=share in token_axes)
+            mix = mix if share is None else functools.partial(over_experts, mix, share)
             y = mix(x, experts, weights, *leaves)
             return y if cut is None else jax.lax.psum(y, cut)
 
@@ -103,25 +112,6 @@ def make_mix(device: jax.Device, mesh: Mesh | None = None, token_axes: tuple[str
 
 def _divides(mesh: Mesh, axis: str, size: int) -> str | None:
     return axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
-
-
-def _over_experts(local: Mixer, axis: str, *, cuts_tokens: bool) -> Mixer:
-    """`local` with the experts of one device of `axis`, inside shard_map, then the sum over all devices' experts.
-
-    Args:
-      cuts_tokens: whether `axis` cuts the tokens; otherwise each device has all tokens.
-    """
-
-    def mix(x: jax.Array, experts: jax.Array, weights: jax.Array, *leaves: jax.Array) -> jax.Array:
-        if cuts_tokens:
-            gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
-            x, experts, weights = gather(x), gather(experts), gather(weights)
-        own = len(leaves[0])
-        number = experts - jax.lax.axis_index(axis) * own
-        y = local(x, jnp.where((number >= 0) & (number < own), number, own), weights, *leaves)
-        return jax.lax.psum_scatter(y, axis, tiled=True) if cuts_tokens else jax.lax.psum(y, axis)
-
-    return mix
 
 
 @functools.cache

@@ -27,7 +27,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.context_tokens = 8192
     config.buffer.capacity = 640  # (eta + 1) * groups_per_update
     config.learner.groups_per_update = 128
-    config.learner.row_tokens = 8192  # the devices of a node gather each other's rows in every layer
+    config.learner.row_tokens = 8192  # each device has room for the rows of its node in every layer
     config.learner.row_loss_tokens = 8192
     config.learner.rows_per_microbatch = 32  # a row for each GPU
     return config

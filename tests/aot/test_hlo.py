@@ -214,6 +214,17 @@ def test_a_layer_inside_a_scan_counts_once_for_each_layer(compiled):
     assert moved == LAYERS * WIDTH**2 * 4  # whole weights, each layer once
 
 
+@pytest.mark.parametrize(
+    ('result', 'start'), [('bf16[256,8]{1,0}', ''), ('((bf16[64,8], bf16[256,8]), bf16[256,8])', '-start')]
+)
+def test_a_ragged_exchange_counts_its_room_once(result, start):
+    arguments = '%a = bf16[64,8] parameter(0)\n  %o = bf16[256,8] parameter(1)\n  %n = s32[4] parameter(2)'
+    line = f'ROOT %r = {result} ragged-all-to-all{start}(%a, %o, %n, %n, %n, %n), replica_groups={{{{0,1,2,3}}}}'
+    text = f'ENTRY %main (a: bf16[64,8], o: bf16[256,8], n: s32[4]) -> bf16[256,8] {{\n  {arguments}\n  {line}\n}}\n'
+    [found] = hlo.find_collectives(hlo.parse(text), None)
+    assert (found.kind, found.bytes) == ('ragged-all-to-all', 256 * 8 * 2)
+
+
 def test_groups_are_named_by_the_axes_of_the_mesh():
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
 

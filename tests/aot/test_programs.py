@@ -55,6 +55,15 @@ def test_the_learners_programs_are_those_of_a_run_to_the_letter(run):
         assert own.as_text() == made[f'{name} {" x ".join(map(str, shape))}'.strip()].as_text()
 
 
+def test_the_form_of_experts_over_devices_is_told_and_taken():
+    fields = {'model__family': 'qwen3_moe', 'model__experts': 4, 'learner__expert_parallel': 'all_to_all'}
+    config = small_config(**CUT | fields | {'cluster__learner': 'expert=2'})
+    planned = plan_programs(config, read_shape(TrackedConfig(config)), jax.devices())
+    assert planned.choices['learner.expert_parallel'].startswith('all_to_all (over the links of a device, a layer and')
+    accumulate, *_ = [one for one in planned.programs if one.name.startswith('accumulate')]
+    assert 'all_to_all' in accumulate.lower().as_text()
+
+
 def test_the_engines_programs_are_those_of_a_run_to_the_letter():
     backend, weights = backend_of_run()
     made = [one.lower().as_text() for one in plan(ENGINE, **CUT)]

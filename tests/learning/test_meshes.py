@@ -42,6 +42,7 @@ _EXPERT_MESHES = {
     'expert=4 x fsdp=2': {'expert': 4, 'fsdp': 2},
     'expert=2 x tensor=2 x data=2': {'expert': 2, 'tensor': 2, 'data': 2, 'strategy': 'tensor'},
     'expert=2 x context=2 x fsdp=2': {'expert': 2, 'context': 2, 'fsdp': 2},
+    'expert=4 x fsdp=2 by all-to-all': {'expert': 4, 'fsdp': 2, 'changes': {'expert_parallel': 'all_to_all'}},
 }
 
 
