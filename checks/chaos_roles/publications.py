@@ -2,7 +2,7 @@
 
 --moments=20 --minutes=40 --channel=stream --seed=0 --json=FILE. Runs under launch.local with a controller, two learner
 processes, each of which sends its shards of every version, and two engines. In each run four processes get kill -9, one
-after the other, each when the run has recovered from the one before: a sender (a learner process that does not lead,
+after the other, each when the run has recovered from the one before it: a sender (a learner process that does not lead,
 while a version is sent), a receiver (an engine while it fetches one), a leader (learner process 0, or the controller)
 and a follower (learner process 1 during an update or at any time). Every run must end with its report all the same,
 nothing may wait for the dead beyond --deadline, and no socket, no file in /dev/shm and no process may be left. Exit
@@ -66,12 +66,16 @@ class Found:
 
 
 def draw_strikes(rng: random.Random, roles: Sequence[str]) -> tuple[Strike, ...]:
-    """One strike for each role; most are at publications."""
-    return tuple(_draw(rng, role) for role in roles)
+    """One strike for each role, in a random order; most are at publications.
+
+    An engine is struck last: the run does not wait for its return, and might end before the next strike.
+    """
+    order = sorted(rng.sample(roles, len(roles)), key=lambda role: role == 'receiver')
+    fractions = sorted(rng.random() for _ in order)
+    return tuple(_draw(rng, role, fraction) for role, fraction in zip(order, fractions, strict=True))
 
 
-def _draw(rng: random.Random, role: str) -> Strike:
-    fraction = rng.random()
+def _draw(rng: random.Random, role: str, fraction: float) -> Strike:
     if role == 'sender':
         return _kill('learner-1', 'sending', fraction)
     if role == 'receiver':
@@ -126,7 +130,7 @@ class Pass:
             hangs_s=_HANGS_S + self._deadline_s * len(strikes),
             environment=environment,
         ) as watched:
-            record = watched.carry_out(strikes, STEPS, baseline)
+            record = watched.carry_out(strikes, STEPS, baseline, in_order=True)
         return record, [] if record.is_cut else find_leftovers(temporary, record.workdir)
 
     def _fields(self) -> dict[str, object]:
@@ -147,9 +151,9 @@ def strike_runs(found: Found, runs: Pass, moments: int, deadline_s: float, rng: 
         return
     baseline = measure_baseline(record.marks)
     print(f'undisturbed: {baseline}', flush=True)
-    while time.monotonic() < until_s:
+    slowest_s = record.ending.seconds
+    while until_s - time.monotonic() > slowest_s:
         roles = [role for role in ROLES if found.counts[role] < moments / len(ROLES)]
-        rng.shuffle(roles)
         if not roles:
             return
         record, left = runs.run(draw_strikes(rng, roles), baseline)
@@ -157,7 +161,7 @@ def strike_runs(found: Found, runs: Pass, moments: int, deadline_s: float, rng: 
             print(f'cut off after {_listed(record.strikes)}', flush=True)
             return
         _note(found, record, left, baseline, deadline_s)
-        baseline = baseline.widen(record.marks)
+        baseline, slowest_s = baseline.widen(record.marks), max(slowest_s, record.ending.seconds)
 
 
 def _note(found: Found, record: Record, left: Sequence[str], baseline: Baseline, deadline_s: float) -> None:

@@ -93,14 +93,17 @@ class WatchedRun:
     def __exit__(self, *_: object) -> None:
         self._command.__exit__()
 
-    def carry_out(self, strikes: Sequence[Strike], steps: int, baseline: Baseline | None = None) -> Record:
+    def carry_out(
+        self, strikes: Sequence[Strike], steps: int, baseline: Baseline | None = None, *, in_order: bool = False
+    ) -> Record:
         """Makes the strikes as their phases come, each when the run has recovered from the one before, to the end.
 
         Args:
           baseline: of an undisturbed run; needed for strikes.
+          in_order: of `strikes`, else the one whose phase comes first is the next.
         """
         made, left = [], list(strikes)
-        while left and (struck := self._strike_next(left, steps, baseline)) is not None:
+        while left and (struck := self._strike_next(left[:1] if in_order else left, steps, baseline)) is not None:
             strike, pid = struck
             made.append(strike)
             left.remove(strike)

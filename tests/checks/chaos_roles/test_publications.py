@@ -22,6 +22,10 @@ def test_each_part_is_struck_and_most_kills_are_at_publications():
     assert sum(strike.cell.phase in ('sending', 'staging') for strike in drawn) > len(drawn) / 2
     leaders = {(strike.process, strike.cell.phase) for strike in drawn if role_of(strike) == 'leader'}
     assert leaders == {(each, phase) for each in ('learner-0', 'controller-0') for phase in ('sending', 'update')}
+    runs = [draw_strikes(random.Random(seed), ROLES) for seed in range(20)]
+    assert {role_of(run[-1]) for run in runs} == {'receiver'}
+    assert {role_of(run[0]) for run in runs} == {'sender', 'leader', 'follower'}
+    assert all(run[n].fraction <= run[n + 1].fraction for run in runs for n in range(3))
     assert draw_strikes(random.Random(3), ROLES) == draw_strikes(random.Random(3), ROLES)
 
 
