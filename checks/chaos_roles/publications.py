@@ -143,12 +143,13 @@ class Pass:
 
 def strike_runs(found: Found, runs: Pass, moments: int, deadline_s: float, rng: random.Random, until_s: float) -> None:
     """Fills `found` until each role was struck its part of the moments, or the time is over."""
-    record, left = runs.run((), None)
-    if record.is_cut:
-        return
-    found.violations += [f'undisturbed: {text}' for text in [*check_end(record, STEPS), *left]]
-    if found.violations:
-        return
+    for _ in range(2):  # the first compiles, which takes longer than the start of the runs that follow
+        record, left = runs.run((), None)
+        if record.is_cut:
+            return
+        found.violations += [f'undisturbed: {text}' for text in [*check_end(record, STEPS), *left]]
+        if found.violations:
+            return
     baseline = measure_baseline(record.marks)
     print(f'undisturbed: {baseline}', flush=True)
     slowest_s = record.ending.seconds
