@@ -140,8 +140,9 @@ def build_carried(parts: ChannelParts) -> RecordChannel | ShardChannel:
     readers = _open_readers(config, parts.workdir)
     if parts.publish_everywhere is None:
         return build_records(config, sender, readers, name_version)
-    versions = build_shard_versions(config, parts.publish_everywhere(share_sender(config, sender)))
-    return ShardChannel(versions, readers, verify=config.publication.verify)
+    own = share_sender(config, sender)
+    versions = build_shard_versions(config, parts.publish_everywhere(own))
+    return ShardChannel(versions, readers, own, verify=config.publication.verify)
 
 
 def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = '') -> RecordSender:
