@@ -33,6 +33,7 @@ from checks.chaos_roles.runs import STEPS, Record, WatchedRun, command_of
 from checks.command import describe_command, leave_directory, make_directory, make_parser, restore_signals
 
 ROLES = ('sender', 'receiver', 'leader', 'follower')
+LEADERS = ('controller-0', 'learner-0')  # in turn
 CHANNELS = ('stream', 'shm')
 DEADLINE_S = 30.0
 _LEARNER, _DEVICES = 'hosts=2 x data=2', 2
@@ -65,23 +66,26 @@ class Found:
         return not self.violations and not self.missing
 
 
-def draw_strikes(rng: random.Random, roles: Sequence[str]) -> tuple[Strike, ...]:
+def draw_strikes(rng: random.Random, roles: Sequence[str], leader: str) -> tuple[Strike, ...]:
     """One strike for each role, in a random order; most are at publications.
 
     An engine is struck last: the run does not wait for its return, and might end before the next strike.
+
+    Args:
+      leader: the process that is struck as such.
     """
     order = sorted(rng.sample(roles, len(roles)), key=lambda role: role == 'receiver')
     fractions = sorted(rng.random() for _ in order)
-    return tuple(_draw(rng, role, fraction) for role, fraction in zip(order, fractions, strict=True))
+    return tuple(_draw(rng, role, leader, fraction) for role, fraction in zip(order, fractions, strict=True))
 
 
-def _draw(rng: random.Random, role: str, fraction: float) -> Strike:
+def _draw(rng: random.Random, role: str, leader: str, fraction: float) -> Strike:
     if role == 'sender':
         return _kill('learner-1', 'sending', fraction)
     if role == 'receiver':
         return _kill(rng.choice(('engine-0', 'engine-1')), 'staging', fraction)
     if role == 'leader':
-        return _kill(rng.choice(('learner-0', 'controller-0')), rng.choice(('sending', 'sending', 'update')), fraction)
+        return _kill(leader, rng.choice(('sending', 'sending', 'update')), fraction)
     return _kill('learner-1', rng.choice(('update', 'loop')), fraction)
 
 
@@ -157,7 +161,8 @@ def strike_runs(found: Found, runs: Pass, moments: int, deadline_s: float, rng: 
         roles = [role for role in ROLES if found.counts[role] < moments / len(ROLES)]
         if not roles:
             return
-        record, left = runs.run(draw_strikes(rng, roles), baseline)
+        leader = LEADERS[found.counts['leader'] % len(LEADERS)]
+        record, left = runs.run(draw_strikes(rng, roles, leader), baseline)
         if record.is_cut:
             print(f'cut off after {_listed(record.strikes)}', flush=True)
             return

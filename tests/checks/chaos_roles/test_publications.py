@@ -9,28 +9,28 @@ import pytest
 from areal_jax.publication.carriers import shm_segment
 from areal_jax.publication.carriers.shm_segment import name_run, segment_path
 from checks.chaos_roles.plan import Cell, Strike, in_phase
-from checks.chaos_roles.publications import ROLES, Found, draw_strikes, find_leftovers, role_of
+from checks.chaos_roles.publications import LEADERS, ROLES, Found, draw_strikes, find_leftovers, role_of
 from checks.chaos_roles.state import State
 
 BEGUN = [{'kind': 'log'}, {'kind': 'route'}]
 
 
 def test_each_part_is_struck_and_most_kills_are_at_publications():
-    drawn = [strike for seed in range(200) for strike in draw_strikes(random.Random(seed), ROLES)]
+    drawn = [strike for seed in range(200) for strike in draw_strikes(random.Random(seed), ROLES, LEADERS[seed % 2])]
     assert collections.Counter(map(role_of, drawn)) == dict.fromkeys(ROLES, 200)
     assert {strike.cell.signal for strike in drawn} == {signal.SIGKILL}
     assert sum(strike.cell.phase in ('sending', 'staging') for strike in drawn) > len(drawn) / 2
     leaders = {(strike.process, strike.cell.phase) for strike in drawn if role_of(strike) == 'leader'}
     assert leaders == {(each, phase) for each in ('learner-0', 'controller-0') for phase in ('sending', 'update')}
-    runs = [draw_strikes(random.Random(seed), ROLES) for seed in range(20)]
+    runs = [draw_strikes(random.Random(seed), ROLES, 'learner-0') for seed in range(20)]
     assert {role_of(run[-1]) for run in runs} == {'receiver'}
     assert {role_of(run[0]) for run in runs} == {'sender', 'leader', 'follower'}
     assert all(run[n].fraction <= run[n + 1].fraction for run in runs for n in range(3))
-    assert draw_strikes(random.Random(3), ROLES) == draw_strikes(random.Random(3), ROLES)
+    assert draw_strikes(random.Random(3), ROLES, 'learner-0') == runs[3]
 
 
 def test_a_part_that_was_not_struck_is_missing_and_the_check_fails():
-    *others, last = draw_strikes(random.Random(0), ROLES)
+    *others, last = draw_strikes(random.Random(0), ROLES, 'learner-0')
     found = Found(met=others)
     assert found.missing == [role_of(last)]
     assert not found.passed
