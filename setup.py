@@ -19,6 +19,7 @@ JOBSET = ['pyyaml>=6']
 AGENTS = ['mcp>=2.3,<3', 'openai>=2', 'pyzmq>=26', 'msgpack>=1.1', 'renderers>=0.1.12', 'httpx>=0.27']
 ENERGY = ['nvidia-ml-py>=12']  # energy counters of GPUs
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
+MIRROR = ['s3fs>=2024.10', 'gcsfs>=2024.10']  # run.mirror in object stores
 HUB = [*PUSH, 'pyarrow>=18']  # models and data sets by name; Parquet
 DOCS = [
     *('sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6', 'sphinx-design>=0.6', 'sphinx-copybutton>=0.5'),
@@ -70,6 +71,7 @@ setup(
         'safetensors>=0.6',
         'ml-collections>=1.1',
         'absl-py>=2.0',
+        'fsspec>=2024.10',  # run.mirror in a directory; orbax requires it too
         'tokenizers>=0.21',
         'jinja2>=3.1',
         'msgspec>=0.19',  # checks of JSON by declared types
@@ -94,6 +96,7 @@ setup(
         'trackio': ['trackio>=0.20'],
         'hub': HUB,
         'push': PUSH,
+        'mirror': MIRROR,
         'energy': ENERGY,
         'agents': AGENTS,
         'ray': RAY,  # launch.ray

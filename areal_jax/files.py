@@ -33,7 +33,12 @@ _INSTEAD = {
     'https': 'download it first and name the file',
     'file': 'write the path alone, without file://',
 }
-_MOUNT = 'mount the bucket (gcsfuse, mountpoint-s3 or the driver of the cluster) and name the mount'
+_STORE = re.compile('(gs|s3|memory)://.+')
+_PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs'}  # by scheme
+_MOUNT = (
+    'mount the bucket (gcsfuse, mountpoint-s3 or the driver of the cluster) and name the mount; run.mirror copies '
+    'a run to a bucket'
+)
 
 
 class FileError(UserError, ValueError):
@@ -57,6 +62,17 @@ def describe_url(path: str) -> str:
         return ''
     fix = _INSTEAD.get(found[1].lower(), _MOUNT)
     return f'is a URL, and a run needs a directory or file of a file system: {fix}'
+
+
+def is_address(path: str) -> bool:
+    """Tells whether a path is an address of an object store that checkpoint/mirror.py reads."""
+    return _STORE.fullmatch(path) is not None
+
+
+def find_package(address: str) -> str:
+    """Returns the package that reads an address: 's3fs', 'gcsfs'; '' if none is needed, and for a path."""
+    found = _STORE.fullmatch(address)
+    return _PACKAGES.get(found[1], '') if found else ''
 
 
 def require_local(name: str, path: str) -> None:

@@ -55,6 +55,12 @@ def strip_python_path() -> str:
     return os.pathsep.join(entry for entry in entries if entry and (clone is None or pathlib.Path(entry) != clone))
 
 
+def find_cache() -> pathlib.Path:
+    """The folder of files that can be made again: areal_jax in XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
+    return pathlib.Path(home) / 'areal_jax'
+
+
 def describe_install(extra: str) -> str:
     """The shell command that adds the packages of an extra of setup.py to the interpreter in use."""
     clone = find_clone()

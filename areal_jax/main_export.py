@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import Command, Parser, local_path, parse
+from areal_jax.commands.command import Command, Parser, local_path, parse, run_path
 from areal_jax.config.declarations import DTYPES
 from areal_jax.errors import ExitCode, UserError
 
@@ -53,15 +53,15 @@ def write_export(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path
     import jax
 
     from areal_jax.app.export.run_export import export_run
+    from areal_jax.app.workdir.mirrored_run import locate_run
     from areal_jax.telemetry.progress import Bar
 
     jax.config.update('jax_platforms', 'cpu')  # an accelerator is not needed, and may be in use
     bar = Bar()
     bar.begin(f'exporting {options.workdir}')
     try:
-        return export_run(
-            pathlib.Path(options.workdir), out, step=options.step, dtype=options.dtype, announce=bar.count_bytes
-        )
+        workdir = locate_run(options.workdir)
+        return export_run(workdir, out, step=options.step, dtype=options.dtype, announce=bar.count_bytes)
     finally:
         bar.end()
 
@@ -69,7 +69,10 @@ def write_export(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path
 def _build_parser() -> Parser:
     parser = Parser('areal-export')
     parser.add_argument(
-        '--workdir', required=True, type=local_path, help='Of a run, finished or not, or one of its checkpoints.'
+        '--workdir',
+        required=True,
+        type=run_path,
+        help='Of a run, finished or not, its run.mirror, or one of its checkpoints.',
     )
     parser.add_argument('--out', type=local_path, help='The directory to make; may be left out with --push.')
     parser.add_argument('--step', type=int, help='Which checkpoint, by its updates; without it the newest.')

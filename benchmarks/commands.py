@@ -1,17 +1,17 @@
-"""What it costs a controller to send the batch of an update to all learner processes: 64 of them against 4.
+"""What it costs a controller to send the batch of an update to a learner of 64 processes against one of 4.
 
     python -m benchmarks.commands --out=benchmarks/results/commands.json
 
-One call of `Peers.call_all` with the groups of an update, from the arguments to the last answer, over TCP on this
-machine. The two sides are called in turns; the median of the turns counts, with quartiles.
+One call of `RemoteLearner.update` with the groups of an update, from the arguments to the last answer, over TCP on this
+machine: process 0 gets the groups, and the others the command to repeat its passes. The two sides are called in turns;
+the median of the turns counts, with quartiles.
 
   cpu_s     CPU seconds of the calling process, user and system: what the controller's machine pays
-  wall_s    seconds of the call. The stubs share the cores of this machine with the caller, and each of them decodes
-            the whole batch, so that this grows with their number here and not on a cluster
+  wall_s    seconds of the call. The stubs share the cores of this machine with the caller
 
 Stub followers are threads in 4 processes without jax, and run what real ones run but for the learner: each checks and
-decodes the batch, passes it on where it has to, and answers. The exit code is 0 only if the CPU seconds with 64 are
-less than 2 times those with 4.
+decodes its command, and answers; benchmarks/batches.py measures how the rows get there. The exit code is 0 only if the
+CPU seconds with 64 are less than 2 times those with 4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import numpy as np
 from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import LEARNER, Command, Message, encode_message
 from areal_jax.distributed.peers import Peers
-from areal_jax.distributed.remote_learner import follow
+from areal_jax.distributed.remote_learner import RemoteLearner, follow
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 from benchmarks.report import write_report
 from benchmarks.sides import ROOT
@@ -65,6 +66,15 @@ def make_groups(groups: int, answers: int, tokens: int, seed: int) -> list[Traje
 class Stub:
     """A learner that costs nothing."""
 
+    def price(self) -> UpdatePrice:
+        return UpdatePrice('shared_prompt', 1, filters=False)
+
+    def lead(self, send: object) -> None: ...
+
+    def follow(self, receive: object) -> None: ...
+
+    def repeat_passes(self) -> None: ...
+
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> None: ...
 
 
@@ -81,11 +91,11 @@ def serve_stubs(key: bytes, count: int) -> None:
 
 def _follow(listener: Listener) -> None:
     met = listener.accept(DEADLINE_S)
-    follow(Stub(), met.connection, listener=listener, on_lost=lambda reason: None)
+    follow(Stub(), met.connection, reports=True, listener=listener, on_lost=lambda reason: None)
 
 
 @contextlib.contextmanager
-def started(followers: int) -> Iterator[Peers]:
+def started(followers: int) -> Iterator[RemoteLearner]:
     """So many stubs, connected."""
     key = secrets.token_bytes(32)
     share = followers // STUB_PROCESSES
@@ -104,9 +114,9 @@ def started(followers: int) -> Iterator[Peers]:
             addresses = process.stdout.readline().split()
             connections += [connect(address, key, Hello('controller', ''), 30).connection for address in addresses]
         peers = Peers([(f'stub {index}', each) for index, each in enumerate(connections)], deadline_s=DEADLINE_S)
-        peers.arrange_relays()
-        yield peers
-        peers.close()
+        learner = RemoteLearner(peers)
+        yield learner
+        learner.close()
         for process in processes:
             process.wait(30)
     finally:
@@ -114,10 +124,10 @@ def started(followers: int) -> Iterator[Peers]:
             process.kill()
 
 
-def measure(peers: Peers, batch: Sequence[TrajectoryGroup], version: int) -> tuple[float, float]:
+def measure(learner: RemoteLearner, batch: Sequence[TrajectoryGroup], version: int) -> tuple[float, float]:
     """(CPU seconds of this process, seconds) of one call."""
     cpu, wall = time.process_time(), time.monotonic()
-    peers.call_all(Command('update', (batch, version)))
+    learner.update(batch, version)
     return time.process_time() - cpu, time.monotonic() - wall
 
 
@@ -145,13 +155,13 @@ def main() -> int:
         serve_stubs(bytes.fromhex(sys.stdin.readline()), args.stubs)
         return 0
     batch = make_groups(args.groups, args.answers, args.tokens, args.seed)
-    size = len(encode_message(Message(LEARNER, 0, Command('update', (batch, 1)))))
+    size = sum(map(len, encode_message(Message(LEARNER, 0, Command('update', (batch, 1))))))
     found: dict[int, list[tuple[float, float]]] = {FEW: [], MANY: []}
     with started(FEW) as few, started(MANY) as many:
         sides = {FEW: few, MANY: many}
         for turn in range(args.turns + 1):
-            for followers, peers in sides.items():
-                cost = measure(peers, batch, turn)
+            for followers, learner in sides.items():
+                cost = measure(learner, batch, turn)
                 if turn:  # the first is a warm-up
                     found[followers].append(cost)
     result = {

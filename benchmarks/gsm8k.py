@@ -7,7 +7,8 @@ The directories are evaluations by areal-eval over the same problems (docs/gsm8k
 environment of its own, answers the prompts of `--base` with transformers, float32 and greedy, and reads the answers by
 its own filter, the last number. `--model` is the base model as a directory of Hugging Face files. `--answers` keeps the
 answers of lm_eval: if the file is there, they are read instead. `--prompts` gives lm_eval the first ones only: scores
-are then compared over these, and the check that lm_eval answered all of them fails.
+are then compared over these, and the check that lm_eval answered all of them fails. With `--server` lm_eval asks a
+server that has the model in float32 under the name `m`, such as vLLM's, in place of transformers.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--answers', type=pathlib.Path, default=pathlib.Path('runs/gsm8k_lm_eval.json'))
     parser.add_argument('--problems', type=int, default=PROBLEMS, help='that every evaluation must have')
     parser.add_argument('--prompts', type=int, help='that lm_eval answers; all without it')
+    parser.add_argument('--server', default='', help='URL of a server of the base model that lm_eval asks')
     parser.add_argument('--json', type=pathlib.Path, help='file for the numbers')
     options = parser.parse_args(arguments)
     base = read_answers(options.base)
     if not options.answers.exists():
-        ask_lm_eval(options.lm_eval, options.model, list(base.values())[: options.prompts], options.answers)
+        asked = list(base.values())[: options.prompts]
+        ask_lm_eval(options.lm_eval, options.model, asked, options.answers, options.server)
     trained = {path: read_answers(pathlib.Path(path)) for path in options.trained.split(',')}
     numbers = compare(base, trained, json.loads(options.answers.read_text()), options.problems)
     write_report(numbers, options.json)
@@ -61,13 +64,15 @@ def read_answers(evaluation: pathlib.Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def ask_lm_eval(python: str, model: pathlib.Path, base: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
+def ask_lm_eval(
+    python: str, model: pathlib.Path, base: Sequence[Mapping[str, Any]], out: pathlib.Path, server: str = ''
+) -> None:
     """Has lm_eval answer the prompts of `base`, in their order, and writes what it says to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     asked = out.with_suffix('.prompts.jsonl')
     lines = [json.dumps({name: one[name] for name in ('prompt', 'tokens', 'gold')}) for one in base]
     asked.write_text('\n'.join(lines) + '\n')
-    subprocess.run([python, str(_SIDE), str(model), str(asked), str(out)], check=True, stdout=sys.stderr)
+    subprocess.run([python, str(_SIDE), str(model), str(asked), str(out), server], check=True, stdout=sys.stderr)
 
 
 def compare(

@@ -1,6 +1,6 @@
 """What the host's side of a run costs as it grows: the loop, its servers' words, the registry, and a publication.
 
-    python -m benchmarks.host --out=benchmarks/results/host.json [--rows=loop,answers,wire,registry,publication]
+    python -m benchmarks.host --out=benchmarks/results/host.json [--rows=loop,answers,wire,registry,publication,stream]
 
   loop         64, 512 and 4,096 engines that cost nothing, with 25 open requests each, event log on (side_host.py): CPU
                microseconds of the whole loop for each trajectory, from admission to publication, for engines in this
@@ -17,6 +17,8 @@
                microseconds of a heartbeat, of an engine's start, and for each entry in a look of the controller.
   publication  A version of SmolLM2-135M through the files channel: bytes written, bytes read by so many engines, CPU
                seconds of both sides.
+  stream       A whole record through a socket of this host, in parts of 8 MB and of 64 bytes: CPU seconds of the sender
+               (to keep it, to send it) and of a reader (to receive, copy and digest it).
 
 Each call is a process of its own; sizes take turns. Numbers are medians over the turns, `all` has every call's.
 """
@@ -165,12 +167,28 @@ def measure_publication(options: argparse.Namespace) -> Iterator[Row]:
         }  # fmt: skip
 
 
+def measure_stream(options: argparse.Namespace) -> Iterator[Row]:
+    sizes = {'bytes': (1 << 23, 4 if options.small else 32), 'frames': (64, 1000 if options.small else 20_000)}
+    sides = {name: {'part_bytes': size, 'parts': parts, 'versions': 5} for name, (size, parts) in sizes.items()}
+    for name, found in in_turns(sides, 'side_stream', options.turns).items():
+        names = ('store_cpu_s', 'send_cpu_s', 'receive_cpu_s', 'copy_cpu_s', 'digest_cpu_s')
+        count = found[0]['checks'][name]
+        yield {
+            'row': 'stream',
+            'of': name,
+            name: count,
+            **{each: middle(found, each) for each in names},
+            'calls': found,
+        }
+
+
 ROWS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     'loop': measure_loop,
     'answers': measure_answers,
     'wire': measure_wire,
     'registry': measure_registry,
     'publication': measure_publication,
+    'stream': measure_stream,
 }
 
 

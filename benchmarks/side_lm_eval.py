@@ -1,10 +1,11 @@
 """lm_eval's side of gsm8k.py: greedy answers of transformers to given prompts, read by its filter for GSM8K.
 
-    PYTHON side_lm_eval.py MODEL PROMPTS.jsonl OUT.json
+    PYTHON side_lm_eval.py MODEL PROMPTS.jsonl OUT.json [SERVER]
 
-Needs lm-eval, transformers and torch, and nothing of ours. A line of PROMPTS has the prompt, the tokens that our side
-decoded from, and the gold. OUT has the texts, exact_match of each, lm_eval's mean and standard error, and of how many
-prompts the tokens are equal. The filter is `flexible-extract` of lm_eval's task gsm8k: the last number of the text.
+Needs lm-eval, transformers and torch, and nothing of ours. With the URL of a server that has the model under the name
+`m`, such as vLLM's, lm_eval sends it the tokens. A line of PROMPTS has the prompt, the tokens that our side decoded
+from, and the gold. OUT has the texts, exact_match of each, lm_eval's mean and standard error, and of how many prompts
+the tokens are equal. The filter is `flexible-extract` of lm_eval's task gsm8k: the last number of the text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 NEW_TOKENS, BATCH = 256, 32
+REQUESTS = {'tokenizer_backend': 'huggingface', 'num_concurrent': 64, 'max_length': 1024, 'timeout': 7200}
 TASK = """
 task: given_prompts
 dataset_path: json
@@ -41,7 +43,7 @@ metadata: {version: 1}
 """
 
 
-def main(model: str, prompts: str, out: str) -> None:
+def main(model: str, prompts: str, out: str, server: str = '') -> None:
     """Writes what lm_eval finds."""
     asked = [json.loads(line) for line in pathlib.Path(prompts).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -52,10 +54,15 @@ def main(model: str, prompts: str, out: str) -> None:
         file.write_text('\n'.join(lines) + '\n')
         task = TASK.replace('PROMPTS', str(file)).replace('NEW', str(NEW_TOKENS))
         (pathlib.Path(made) / 'task.yaml').write_text(task)
+        arguments: dict[str, object] = {'pretrained': model, 'dtype': 'float32', 'device': 'cpu'}
+        backend, batch = 'hf', BATCH
+        if server:
+            backend, batch = 'local-completions', 1
+            arguments = {'model': 'm', 'base_url': f'{server}/v1/completions', 'tokenizer': model} | REQUESTS
         found = lm_eval.simple_evaluate(
-            model='hf', model_args={'pretrained': model, 'dtype': 'float32', 'device': 'cpu'}, tasks=['given_prompts'],
+            model=backend, model_args=arguments, tasks=['given_prompts'],
             task_manager=TaskManager(include_path=made, include_defaults=False), bootstrap_iters=0, log_samples=True,
-            batch_size=BATCH,
+            batch_size=batch,
         )  # fmt: skip
     samples = sorted(found['samples']['given_prompts'], key=lambda sample: sample['doc_id'])
     pathlib.Path(out).write_text(

@@ -27,7 +27,7 @@ from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
 from areal_jax.config.fields import ConfigError, Field, Option, Options, Sources, Texts
 from areal_jax.config.near_names import suggest_flag, unknown_field
 from areal_jax.errors import UserError, suggest
-from areal_jax.files import describe_url, require_local
+from areal_jax.files import describe_url, is_address, require_local
 from areal_jax.installation import PACKAGE, list_configs, locate_file
 
 
@@ -159,6 +159,13 @@ class _PathParser(flags.ArgumentParser[str]):
         return argument
 
 
+class _AddressParser(_PathParser):
+    """Refuses a URL that is no address of an object store."""
+
+    def parse(self, argument: str) -> str:
+        return argument if is_address(argument) else super().parse(argument)
+
+
 class _PathsParser(flags.ListParser):
     """Refuses a URL in a list of paths."""
 
@@ -180,12 +187,11 @@ def define_paths(values: flags.FlagValues, name: str, meaning: str) -> None:
 
 def define_model(values: flags.FlagValues) -> None:
     """Adds --model, for commands that load weights (evaluation_config.choose_source)."""
-    define_path(
-        values,
-        'model',
-        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
-        'package:NAME/FILE; without it the model of the config.',
+    meaning = (
+        'The --workdir or run.mirror of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, '
+        'or package:NAME/FILE; without it the model of the config.'
     )
+    flags.DEFINE(_AddressParser(), 'model', None, meaning, flag_values=values)
 
 
 def load_config(source: str) -> config_dict.ConfigDict:

@@ -22,13 +22,14 @@ from areal_jax.app.run.loop import Loop
 from areal_jax.app.run.own_site import build_own_loop, require_here
 from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.supervised import SftTraining, build_training
+from areal_jax.app.workdir.mirrored_run import locate_run
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.objectives import find_objective
 from areal_jax.errors import UserError
-from areal_jax.files import require_local
+from areal_jax.files import is_address, require_local
 
 LoopRun: TypeAlias = Run[Loop]
 SftRun: TypeAlias = Run[SftTraining]
@@ -108,7 +109,7 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
     """Writes a checkpoint of a run as a directory of Hugging Face files as main_export does, and returns its path.
 
     Args:
-      workdir: of the run, or one of its checkpoints.
+      workdir: of the run, one of its checkpoints, or its run.mirror.
       out: the directory to write; it must not exist, or must be empty.
       step: the update whose checkpoint is exported; None = the newest.
       dtype: of the weights in the files: 'float32', 'bfloat16' or 'float16'.
@@ -117,9 +118,10 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
     """
     from areal_jax.app.export.run_export import export_run
 
-    require_local('workdir', os.fspath(workdir))
+    if not is_address(os.fspath(workdir)):
+        require_local('workdir', os.fspath(workdir))
     require_local('out', os.fspath(out))
-    return export_run(pathlib.Path(workdir), pathlib.Path(out), step=step, dtype=dtype)
+    return export_run(locate_run(os.fspath(workdir)), pathlib.Path(out), step=step, dtype=dtype)
 
 
 def load_source(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:

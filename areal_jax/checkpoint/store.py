@@ -16,7 +16,7 @@ import shutil
 import sys
 import typing
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -297,11 +297,20 @@ class CheckpointStore:
     they run on the lane `disk` of process 0. One run writes to the directory at a time.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 1):
-        """`keep` >= 1 newest steps stay on the disk; only the newest if fewer than 1.2 further checkpoints fit."""
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 1,
+        in_use: Callable[[], Collection[pathlib.Path]] = tuple,
+    ):
+        """`keep` >= 1 newest steps stay on the disk; only the newest if fewer than 1.2 further checkpoints fit.
+
+        Steps `in_use` stay too, unless a new step would not fit.
+        """
         if keep < 1:
             raise ValueError(f'checkpoint.keep={keep}: the newest checkpoint must stay; use checkpoint.keep >= 1')
         self._directory, self._keep = pathlib.Path(directory).absolute(), keep
+        self._in_use = in_use
         self._warned = False  # of keeping fewer than `keep` steps
 
     def save(
@@ -495,12 +504,16 @@ class CheckpointStore:
 
     def _remove_old(self, needed: int) -> None:
         """Removes all but the newest steps; `needed` is the size in bytes of the step just written."""
-        for _, _, path in self._saves()[: -self._keep]:
+        for path in self._list_removable(self._keep):
             remove_directory(path)
-        if (older := self._saves()[:-1]) and free_bytes(self._directory) < _ROOM * needed:
+        if (older := self._list_removable(1)) and free_bytes(self._directory) < _ROOM * needed:
             self._warn_of_room(needed)
-            for _, _, path in older:
+            for path in older:
                 remove_directory(path)
+
+    def _list_removable(self, kept: int) -> list[pathlib.Path]:
+        in_use = self._in_use()
+        return [path for _, _, path in self._saves()[:-kept] if path not in in_use]
 
     def _warn_of_room(self, needed: int) -> None:
         if not self._warned:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areal_jax.app.process.ending import RESUME, Interrupts, ProcessEnd, end_command
 from areal_jax.errors import ExitCode, UserError
-from areal_jax.files import describe_url
+from areal_jax.files import describe_url, is_address
 from areal_jax.installation import __version__
 
 if TYPE_CHECKING:
@@ -99,6 +99,11 @@ def local_path(text: str) -> str:
     if reason := describe_url(text):
         raise argparse.ArgumentTypeError(f'={text} {reason}')
     return text
+
+
+def run_path(text: str) -> str:
+    """The type of Parser arguments that name a run: a path, or the address of its mirror."""
+    return text if is_address(text) else local_path(text)
 
 
 class Parser(argparse.ArgumentParser):

@@ -124,7 +124,9 @@ def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[st
 def require_local_fields(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for a URL in any field that holds a path: the first check of every command with a config."""
     for path, value in flatten(config):
-        if isinstance(find_declared(path), Path | ChoiceOrOwn):
+        if isinstance(declared := find_declared(path), Path):
+            declared.require_allowed(path, value)
+        elif isinstance(declared, ChoiceOrOwn):
             require_local(path, value)
 
 
@@ -292,10 +294,10 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     publication, server = c.publication, c.rollout.server
     if not publication.delta:
         return
-    sends = find_channel(publication.channel).sends_records
+    channel, hosts = find_channel(publication.channel), parse_learner(c.cluster.learner).hosts
     for path, value, fits, why in (
         (
-            *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
+            *('publication.channel', publication.channel, channel.has_deltas),
             "it carries whole versions only; use publication.channel='files'",
         ),
         (
@@ -304,8 +306,9 @@ def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "publication.dtype='bfloat16'",
         ),
         (
-            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None or sends),
-            "each process writes its own leaves as files, which are whole; use publication.channel='stream'",
+            *('cluster.learner', c.cluster.learner, hosts is None or channel.sends_records),
+            'each process writes its own leaves, and a delta file needs the version before in one process; use '
+            "publication.channel='stream'",
         ),
         (
             *('rollout.server', server, find_server(server).reads_deltas),

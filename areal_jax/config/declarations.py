@@ -29,6 +29,7 @@ from areal_jax.config.fields import (
     SHARE_ABOVE_ZERO,
     THREADS,
     WEIGHT,
+    Address,
     Choice,
     ChoiceOrOwn,
     ConfigError,
@@ -55,6 +56,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 from areal_jax.config.xla_flags import AUTO as AUTO_FLAGS
 from areal_jax.config.xla_flags import FlagsText
+from areal_jax.files import is_address
 
 # The section `model` of the config, and the rules of its fields.
 
@@ -63,10 +65,10 @@ EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
-    'path': Path(
+    'path': Address(
         '',
         "gguf: a file or 'package:NAME/FILE'; hf: a directory, or hf:ORG/NAME[@REVISION] of the Hugging Face Hub; "
-        'run: a workdir or one of its checkpoints',
+        'run: a workdir, one of its checkpoints, or its run.mirror',
     ),
     'chat_template': Path('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
     'ends': Choice(
@@ -108,6 +110,8 @@ def find_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.source='hf' needs model.path: hf:ORG/NAME, or a directory with config.json and safetensors"
     if model.source == 'run' and not model.path:
         yield "model.source='run' needs model.path: the --workdir of another run"
+    if is_address(model.path) and model.source != 'run':
+        yield f"model.path={model.path!r} needs model.source='run': it is the mirror of a run, or else a directory"
     if model.source == 'random' and model.chat_template:
         yield f"model.chat_template={model.chat_template!r} is of no use with model.source='random': remove it"
     if model.template_date not in ('', 'off') and not _is_day(model.template_date):
@@ -252,6 +256,9 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
     'passes': Real(4.0, POSITIVE, 'roofline: forward passes that an update costs: 3, and 1 for proximal log-probs'),
     'update_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of an update besides passes and optimizer'),
     'load_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of a publication besides its bytes'),
+    'link_bytes_s': Real(
+        12.5e9, POSITIVE, "roofline, publication.channel='stream': bytes a second of a host's network, each direction"
+    ),
     'switch_s': Real(0.0, NOT_NEGATIVE, 'engines that share the learner: seconds to change from one to the other'),
     'join': Flag(True, 'join dispatches between which nothing is decided: the same events, in less time'),
 }
@@ -396,6 +403,8 @@ SECTIONS: Mapping[str, Section] = {
         export=Flag(True, 'write WORKDIR/export, a Hugging Face directory, when the run has finished'),
         export_every=Integer(0, COUNT_OR_OFF, 'runs in roles: the checkpoints of these updates go to WORKDIR/exports'),
         export_dtype=Choice('float32', DTYPES, 'of exported weights'),
+        mirror=Address('', "copies checkpoints, report and exports there: gs://, s3:// or a directory; '' = off"),
+        mirror_wait_s=Real(600.0, SECONDS, 'longest wait for the mirror when the run ends'),
     ),
     'model': Section('The model; fields marked random are read with model.source=random only', **MODEL_FIELDS),
     'task': Section(

@@ -18,7 +18,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.addresses import name_hosts
 from areal_jax.errors import UserError, suggest
-from areal_jax.files import describe_url
+from areal_jax.files import describe_url, is_address
 from areal_jax.plugins import is_own
 
 
@@ -204,6 +204,14 @@ class Path(Text):
 
     def require_allowed(self, path: str, value: Value) -> None:
         require_local(path, value)
+
+
+class Address(Path):
+    """A path, or an address of an object store."""
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        if isinstance(value, str) and not is_address(value):
+            require_local(path, value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -75,6 +75,7 @@ class ChannelKind(NamedTuple):
     has_deltas: bool = False  # publication.delta
     shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
     sends_records: bool = False  # versions are records (publication/record.py), from each learner process
+    uses_network: bool = False  # versions travel through the network of the hosts, which a simulation prices
 
     @property
     def writes_files(self) -> bool:
@@ -204,6 +205,7 @@ STREAM = ChannelKind(
     note='sockets',
     has_deltas=True,
     sends_records=True,
+    uses_network=True,
 )
 
 SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, SGLANG, JETSTREAM, EXTERNAL)}

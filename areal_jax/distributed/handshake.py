@@ -30,7 +30,6 @@ from areal_jax.config.addresses import address_family, find_free_port, join_addr
 from areal_jax.distributed.messages import CodecError, decode, encode
 from areal_jax.distributed.peers import (
     Connection,
-    Frame,
     WireError,
     WrongKeyError,
     prepare_socket,
@@ -415,10 +414,10 @@ def _open(host: str, port: int, hello: Hello, deadline_s: float) -> socket.socke
 
 def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
     """Sends this process's hello and receives the other end's; raises _OtherRunError if they do not match."""
-    if failed := send_all([connection], Frame.of(encode(tuple(hello))), _HELLO_S):
+    if failed := send_all([connection], [encode(tuple(hello))], _HELLO_S):
         raise OSError(f'it {failed[0]}')
     try:
-        role, config, code = decode(connection.receive().body)
+        role, config, code = decode(connection.receive())
         if not all(isinstance(text, str) for text in (role, config, code)):
             raise TypeError('a hello is three texts')
     except (CodecError, ValueError, TypeError):

@@ -148,6 +148,7 @@ _UNREADABLE = (
 _KINDS = 'biuf'  # of numpy dtypes: bool, integers, floats
 _SCALARS = (bool, int, float, str)
 Body: TypeAlias = bytes | bytearray | mmap.mmap
+Buffer: TypeAlias = bytes | memoryview  # a memoryview is of bytes
 _Pack = Callable[[Any], tuple[Any, ...]]
 _Unpack = Callable[..., Any]
 
@@ -185,8 +186,8 @@ def encode(value: object) -> bytes:
     return b''.join(encode_parts(value))
 
 
-def encode_parts(value: object) -> list[bytes | memoryview]:
-    """The parts of `encode`, without a copy of the arrays."""
+def encode_parts(value: object) -> list[Buffer]:
+    """The parts of `encode`, without a copy of arrays, or of arrays [n, ...] whose n entries are each contiguous."""
     arrays: list[np.ndarray] = []
     described = _describe(value, arrays)
     table, offset = [], 0
@@ -195,10 +196,16 @@ def encode_parts(value: object) -> list[bytes | memoryview]:
         offset += _padded(array.nbytes)
     header = json.dumps({'value': described, 'arrays': table}, separators=(',', ':')).encode()
     padding = b' ' * (_padded(_LENGTH.size + len(header)) - _LENGTH.size - len(header))
-    parts: list[bytes | memoryview] = [_LENGTH.pack(len(header) + len(padding)), header, padding]
+    parts: list[Buffer] = [_LENGTH.pack(len(header) + len(padding)), header, padding]
     for array in arrays:
-        parts += [array.reshape(-1).view(np.uint8).data, bytes(_padded(array.nbytes) - array.nbytes)]
+        parts += [*_list_bytes(array), bytes(_padded(array.nbytes) - array.nbytes)]
     return parts
+
+
+def _list_bytes(array: np.ndarray) -> list[memoryview]:
+    if not array.flags.c_contiguous and array.size and array[0].flags.c_contiguous:
+        return [_list_bytes(entry)[0] for entry in array]
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
 
 
 def decode(body: Body) -> Any:
@@ -237,7 +244,7 @@ def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
 def _add(array: np.ndarray, arrays: list[np.ndarray]) -> int:
     if array.dtype.kind not in _KINDS:
         raise CodecError(f'an array of dtype {array.dtype} does not travel between processes')
-    arrays.append(np.ascontiguousarray(array).reshape(array.shape))
+    arrays.append(array)
     return len(arrays) - 1
 
 
@@ -284,7 +291,7 @@ def describe_arrays(tree: Any) -> Any:
     return ArrayShape(tuple(int(size) for size in tree.shape), str(tree.dtype))
 
 
-LEARNER, CHECKPOINT, PUBLICATION, RELAY = LANES = ('learner', 'checkpoint', 'publication', 'relay')
+LEARNER, CHECKPOINT, PUBLICATION, ROWS = LANES = ('learner', 'checkpoint', 'publication', 'rows')
 CLOSE = 'close'  # the command after which the other end returns
 
 
@@ -339,13 +346,13 @@ class Message(NamedTuple):
     content: Command | Answer
 
 
-def encode_message(message: Message) -> bytes:
-    """Encodes a message; raises CodecError for arguments or results that cannot be sent."""
+def encode_message(message: Message) -> list[Buffer]:
+    """Encodes a message, as the parts of `encode`; raises CodecError for arguments or results that cannot be sent."""
     content = message.content
     if isinstance(content, Command):
-        return encode([True, message.lane, message.number, content.name, tuple(content.args)])
+        return encode_parts([True, message.lane, message.number, content.name, tuple(content.args)])
     failure = None if content.failure is None else tuple(content.failure)
-    return encode([False, message.lane, message.number, content.value, failure])
+    return encode_parts([False, message.lane, message.number, content.value, failure])
 
 
 def decode_message(body: bytes | bytearray) -> Message:

@@ -7,8 +7,9 @@ once.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import itertools
@@ -21,15 +22,16 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from areal_jax.config.addresses import join_address
 from areal_jax.distributed.messages import (
     CLOSE,
     LANES,
     LEARNER,
-    RELAY,
     Answer,
+    Buffer,
     CodecError,
     Command,
     Failure,
@@ -39,11 +41,12 @@ from areal_jax.distributed.messages import (
 )
 from areal_jax.errors import ExitCode, LostPeerError, UserError
 
-MOST_FRAME_BYTES = 1 << 30
-MAGIC = b'areal-jax wire 1'  # the first bytes in both directions
-_RELAYED = 1 << 63
+MOST_PART_BYTES = 32 << 20  # of a message on its way: it is sent, checked and received part by part
+MOST_MESSAGE_BYTES = 1 << 36
+MAGIC = b'areal-jax wire 2'  # the first bytes in both directions
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
-_PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
+_PREFIX = struct.Struct(f'!QQQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
+_MOST_BUFFERS = 512  # that the system takes in one call; it may refuse more than 1,024
 _HANDSHAKE_S = 30.0  # for each step of a handshake: a silent peer occupies a thread no longer
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a machine that is gone is noticed in 40 s
@@ -57,32 +60,50 @@ class WrongKeyError(WireError):
     """The process at the other end does not have the key of this run."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """The body of a message, for any number of connections."""
+class Part(NamedTuple):
+    """A part of a message, for any number of connections."""
 
-    body: bytes | bytearray
+    content: Sequence[memoryview]
+    size: int
+    left: int  # bytes of the message that come after this part
     digest: bytes
-    relayed: bool = False  # the receiver passes it on
 
-    @classmethod
-    def of(cls, body: bytes, *, relayed: bool = False) -> Frame:
-        return cls(body, hashlib.sha256(body).digest(), relayed)
+
+def cut_parts(message: Sequence[Buffer], most_bytes: int) -> Iterator[Part]:
+    """Yields a message in parts of at most `most_bytes`, without a copy; a part is hashed when it is asked for."""
+    buffers = collections.deque(memoryview(buffer) for buffer in message if len(buffer))
+    left = sum(map(len, buffers))
+    while True:
+        size = room = min(left, most_bytes)
+        left, content, digest = left - size, [], hashlib.sha256()
+        while room:
+            if len(buffers[0]) > room:
+                buffers.appendleft(buffers[0][:room])
+                buffers[1] = buffers[1][room:]
+            content.append(buffers.popleft())
+            digest.update(content[-1])
+            room -= len(content[-1])
+        yield Part(content, size, left, digest.digest())
+        if not left:
+            return
 
 
 class Connection:
     """One end of an authenticated connection. Any thread may send; one thread at a time receives."""
 
-    def __init__(self, own: socket.socket, send_key: bytes, receive_key: bytes, most_bytes: int = MOST_FRAME_BYTES):
-        self._socket, self._most_bytes = own, most_bytes
+    def __init__(
+        self,
+        own: socket.socket,
+        send_key: bytes,
+        receive_key: bytes,
+        most_bytes: int = MOST_MESSAGE_BYTES,
+        part_bytes: int = MOST_PART_BYTES,
+    ):
+        """`most_bytes` and `part_bytes` limit a message and its parts, in both directions."""
+        self._socket, self.most_bytes, self.part_bytes = own, most_bytes, part_bytes
         self._send_key, self._receive_key = send_key, receive_key
-        self._sent = self._received = 0  # frames
+        self._sent = self._received = 0  # parts
         self.sending = threading.Lock()
-
-    @property
-    def most_bytes(self) -> int:
-        """The limit on the body of a frame, in bytes."""
-        return self._most_bytes
 
     @property
     def address(self) -> str:
@@ -93,38 +114,56 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def seal(self, frame: Frame) -> bytes:
-        """Returns the prefix that makes the frame the next one on this connection; the caller must hold `sending`."""
-        size = len(frame.body) | (_RELAYED if frame.relayed else 0)
-        head = struct.pack('!QQ', size, self._sent) + frame.digest
+    def seal(self, part: Part) -> bytes:
+        """Returns the prefix that makes the part the next one on this connection; the caller must hold `sending`."""
+        head = struct.pack('!QQQ', part.size, part.left, self._sent) + part.digest
         self._sent += 1
         return head + _mac(self._send_key, head)
 
-    def push(self, content: memoryview) -> int:
+    def push(self, content: Sequence[memoryview]) -> int:
         """Sends bytes without waiting; returns how many the system took. Raises OSError for a lost peer."""
         try:
-            return self._socket.send(content, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._socket.sendmsg(content, [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
 
-    def receive(self) -> Frame:
-        """Receives the next frame. Raises EOFError if the other end has closed, OSError if it is lost.
+    def receive(self) -> bytearray:
+        """Receives the next message. Raises EOFError if the other end has closed, OSError if it is lost.
 
-        Raises WireError for a frame that does not come from the other end; after it, nothing more can be read.
+        Raises WireError for a part that does not come from the other end, does not follow the part before it or is too
+        large; after it, nothing more can be read.
         """
+        size, left, digest = self._receive_prefix()
+        message, filled = self._make_room(size + left), 0
+        while True:
+            if filled + size + left != len(message):
+                raise WireError('a part does not continue its message: something else writes to the connection')
+            if size > self.part_bytes:
+                raise WireError(too_large(size, self.part_bytes))
+            part = memoryview(message)[filled : filled + size]
+            _fill(self._socket, part)
+            if not hmac.compare_digest(hashlib.sha256(part).digest(), digest):
+                raise WireError('a message was changed on its way: something else writes to the connection')
+            filled += size
+            if not left:
+                return message
+            size, left, digest = self._receive_prefix()
+
+    def _receive_prefix(self) -> tuple[int, int, bytes]:
+        """(bytes of the next part, bytes of the message after it, digest of the part)."""
         prefix = _read(self._socket, _PREFIX.size)
-        size, counter, digest, tag = _PREFIX.unpack(prefix)
-        length, relayed = size & ~_RELAYED, bool(size & _RELAYED)
+        size, left, counter, digest, tag = _PREFIX.unpack(prefix)
         expected = _mac(self._receive_key, bytes(prefix[:-_DIGEST_BYTES]))
         if not hmac.compare_digest(tag, expected) or counter != self._received:
             raise WireError('a message is forged, repeated or out of order: something else writes to the connection')
-        if length > self._most_bytes:
-            raise WireError(too_large(length, self._most_bytes))
-        body = _read(self._socket, length)
-        if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
-            raise WireError('a message was changed on its way: something else writes to the connection')
         self._received += 1
-        return Frame(body, digest, relayed)
+        return size, left, digest
+
+    def _make_room(self, size: int) -> bytearray:
+        if size <= self.most_bytes:
+            with contextlib.suppress(MemoryError):
+                return bytearray(size)
+        raise WireError(too_large(size, self.most_bytes))
 
     def finish(self) -> None:
         """Ends sending; messages that the other end has sent can still be read."""
@@ -143,40 +182,45 @@ def too_large(size: int, limit: int) -> str:
     )
 
 
-def send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float) -> dict[int, str]:
-    """Sends one frame to all at the same time; returns, by index, why it did not reach a connection.
+def send_all(connections: Sequence[Connection], message: Sequence[Buffer], deadline_s: float) -> dict[int, str]:
+    """Sends one message to all at the same time; returns, by index, why it did not reach a connection.
 
-    Raises WireError, with nothing sent, for a frame above the limit.
+    Raises WireError, with nothing sent, for a message above the limit.
     """
+    size = sum(map(len, message))
     for connection in connections:
-        if len(frame.body) > connection.most_bytes:
-            raise WireError(too_large(len(frame.body), connection.most_bytes))
+        if size > connection.most_bytes:
+            raise WireError(too_large(size, connection.most_bytes))
     for connection in connections:  # in one order everywhere, so that two senders never wait for each other
         connection.sending.acquire()
     try:
-        return _send_all(connections, frame, deadline_s)
+        end, left, lost = time.monotonic() + deadline_s, dict(enumerate(connections)), dict[int, str]()
+        for part in cut_parts(message, min((c.part_bytes for c in connections), default=MOST_PART_BYTES)):
+            gone, late = _send_part(left, part, end)
+            lost |= dict.fromkeys(gone, 'is gone') | dict.fromkeys(late, f'took in no message for {deadline_s:g} s')
+            left = {index: connection for index, connection in left.items() if index not in lost}
+        return lost
     finally:
         for connection in connections:
             connection.sending.release()
 
 
-def _send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float) -> dict[int, str]:
-    end, body, lost = time.monotonic() + deadline_s, memoryview(frame.body), dict[int, str]()
-    left = {index: [memoryview(c.seal(frame)), body] for index, c in enumerate(connections)}
+def _send_part(connections: Mapping[int, Connection], part: Part, end: float) -> tuple[set[int], set[int]]:
+    """Sends a part to all until `end`; returns which connections are lost, and which have not taken it."""
+    left = {index: [memoryview(c.seal(part)), *part.content] for index, c in connections.items()}
+    gone: set[int] = set()
     with selectors.DefaultSelector() as selector:
 
         def push(index: int) -> bool:
-            """Sends as much as the system takes; True if the whole frame is sent, or if the connection is lost."""
-            parts = left[index]
+            """Sends as much as the system takes; True if the whole part is sent, or if the connection is lost."""
             try:
-                while parts:
-                    taken = connections[index].push(parts[0])
-                    if taken < len(parts[0]):
-                        parts[0] = parts[0][taken:]
+                while left[index]:
+                    taken = connections[index].push(left[index][:_MOST_BUFFERS])
+                    if not taken:
                         return False
-                    parts.pop(0)
+                    left[index] = _drop(left[index], taken)
             except OSError:
-                lost[index] = 'is gone'
+                gone.add(index)
             return True
 
         for index in [index for index in left if not push(index)]:
@@ -187,16 +231,24 @@ def _send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float
                 if push(key.data):
                     selector.unregister(key.fileobj)
             if not ready and time.monotonic() >= end:
-                late = {key.data: f'took in no message for {deadline_s:g} s' for key in waiting.values()}
-                return lost | late
-    return lost
+                return gone, {key.data for key in waiting.values()}
+    return gone, set()
 
 
-def make_pair(most_bytes: int = MOST_FRAME_BYTES) -> tuple[Connection, Connection]:
+def _drop(buffers: Sequence[memoryview], taken: int) -> list[memoryview]:
+    """The buffers without their first `taken` bytes."""
+    for index, buffer in enumerate(buffers):
+        if taken < len(buffer):
+            return [buffer[taken:], *buffers[index + 1 :]]
+        taken -= len(buffer)
+    return []
+
+
+def make_pair(most_bytes: int = MOST_MESSAGE_BYTES, part_bytes: int = MOST_PART_BYTES) -> tuple[Connection, Connection]:
     """Makes the two ends of a connection inside this process, for tests and measurements."""
     ours, theirs = socket.socketpair()
-    up, down = secrets.token_bytes(_RANDOM_BYTES), secrets.token_bytes(_RANDOM_BYTES)
-    return Connection(ours, up, down, most_bytes), Connection(theirs, down, up, most_bytes)
+    up, down, limits = secrets.token_bytes(_RANDOM_BYTES), secrets.token_bytes(_RANDOM_BYTES), (most_bytes, part_bytes)
+    return Connection(ours, up, down, *limits), Connection(theirs, down, up, *limits)
 
 
 def prove_as_client(own: socket.socket, key: bytes) -> Connection:
@@ -249,13 +301,16 @@ def _read_greeting(own: socket.socket) -> bytes:
 
 def _read(own: socket.socket, size: int) -> bytearray:
     content = bytearray(size)
-    rest = memoryview(content)
+    _fill(own, memoryview(content))
+    return content
+
+
+def _fill(own: socket.socket, rest: memoryview) -> None:
     while rest:
         taken = own.recv_into(rest, 0, socket.MSG_WAITALL)
         if not taken:
             raise EOFError('the connection was closed')
         rest = rest[taken:]
-    return content
 
 
 def _mac(key: bytes, content: bytes) -> bytes:
@@ -263,22 +318,12 @@ def _mac(key: bytes, content: bytes) -> bytes:
 
 
 OnLost = Callable[[str], None]  # gets one sentence that names the process
-FANOUT = 4  # processes to which one process passes large commands on
-LEAST_BYTES = 1 << 20  # of a command that is passed on: smaller commands cost little, and arrive sooner directly
 _ANSWER_S = 60.0  # how long the other end may take to receive an answer
+_SENDERS = 8  # threads of `Peers.send_each`: each hashes and sends, both without the lock of the interpreter
 
 
 class CommandError(LostPeerError):
     """A process failed although others did not, or could not be reached; names the process and the command."""
-
-
-def children_of(index: int, count: int) -> range:
-    """The processes to which process `index` of `count` passes large commands on; index -1 = the controller.
-
-    Sending a batch to each of 64 processes costs a controller 16 times as much as sending it to 4, in CPU time and on
-    its network link. Small commands and all answers are sent directly, and lost processes are noticed directly.
-    """
-    return range(min(FANOUT * (index + 1), count), min(FANOUT * (index + 2), count))
 
 
 def end_process(reason: str) -> None:
@@ -295,14 +340,12 @@ class Peer:
         self._received: dict[str, queue.Queue[Message | None]] = {lane: queue.Queue() for lane in LANES}
         self._closing, self._lock = False, threading.Lock()
         self.lost = ''  # why the process is lost, in one sentence
-        self.relay_to: list[Connection] = []  # children in the relay tree: they get its large commands
         threading.Thread(target=self._read, name=f'peer {name}', daemon=True).start()
 
     def answer(self, lane: str, number: int, answer: Answer) -> None:
         """Sends the answer to a command; sends a failure if the answer cannot be encoded or is too large."""
         try:
-            body = encode_message(Message(lane, number, answer))
-            failed = send_all([self.connection], Frame.of(body), _ANSWER_S)
+            failed = send_all([self.connection], encode_message(Message(lane, number, answer)), _ANSWER_S)
         except (CodecError, WireError) as error:
             self.answer(lane, number, Answer(None, Failure.of(error)))
             return
@@ -316,10 +359,6 @@ class Peer:
             self._received[lane].put(None)  # for the next caller
             raise CommandError(self.lost or f'{self.name} has ended')
         return message
-
-    def read_also(self, connection: Connection) -> None:
-        """Also reads messages that a parent in the relay tree passes on; if that connection ends, no peer is lost."""
-        threading.Thread(target=self._read_relayed, args=(connection,), name='relay', daemon=True).start()
 
     def close(self) -> None:
         """Ends sending; messages that the other end has sent are still read."""
@@ -346,7 +385,7 @@ class Peer:
     def _read(self) -> None:
         try:
             while True:
-                message = self._take_in(self.connection)
+                message = decode_message(self.connection.receive())
                 if isinstance(message.content, Command) and message.content.name == CLOSE:
                     self._closing = True
                 self._received[message.lane].put(message)
@@ -358,24 +397,8 @@ class Peer:
             self.report_lost(f'{self.name} cannot be understood: {error}')
         finally:
             self._end_lanes()
-            for connection in (self.connection, *self.relay_to):
-                with connection.sending:
-                    connection.close()
-
-    def _read_relayed(self, connection: Connection) -> None:
-        try:
-            while True:
-                message = self._take_in(connection)
-                self._received[message.lane].put(message)
-        except (EOFError, OSError, WireError, CodecError):  # the leader notices: an answer is missing, or the process
-            connection.close()
-
-    def _take_in(self, connection: Connection) -> Message:
-        """Receives the next message, and passes it on before decoding it."""
-        frame = connection.receive()
-        if frame.relayed and self.relay_to:
-            send_all(self.relay_to, frame, _ANSWER_S)  # failures are ignored: the leader itself notices lost processes
-        return decode_message(frame.body)
+            with self.connection.sending:
+                self.connection.close()
 
 
 class Peers:
@@ -395,26 +418,8 @@ class Peers:
         self._peers: list[Peer] = []
         for name, connection in connections:
             self._peers.append(Peer(connection, name, self.report_lost))
-        self._relays = False
         if self._lost:  # a process was lost while the list was filled
             self._give_up()
-
-    def arrange_relays(self) -> None:
-        """Lets the processes pass large commands on, if there are more than FANOUT and all have a listener."""
-        count = len(self._peers)
-        if count <= FANOUT:
-            return
-        addresses = [peer.connection.address for peer in self._peers]
-        end, waits = time.monotonic() + self.deadline_s, []
-        for index, peer in enumerate(self._peers):
-            children = [addresses[child] for child in children_of(index, count)]
-            command = Command('join_relays', (children, index >= FANOUT), RELAY)
-            waits.append((peer, self._send([peer], command)))
-        answers = [self._answer_of(peer, RELAY, number, end) for peer, number in waits]
-        for peer, answer in zip(self._peers, answers, strict=True):
-            if answer.failure is not None:
-                raise CommandError(f'{peer.name} cannot pass commands on: {answer.failure}')
-        self._relays = all(answer.value for answer in answers)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -422,6 +427,11 @@ class Peers:
     @property
     def names(self) -> list[str]:
         return [peer.name for peer in self._peers]
+
+    @property
+    def addresses(self) -> list[str]:
+        """'host:port' at which each process was reached."""
+        return [peer.connection.address for peer in self._peers]
 
     def call_all(self, command: Command) -> list[Answer]:
         """Sends the command to all at the same time and returns the answers, in the order of the processes.
@@ -434,6 +444,22 @@ class Peers:
     def start_all(self, command: Command) -> Callable[[], list[Answer]]:
         """Sends the command as `call_all` does; returns a function that waits for the answers."""
         return self._start(self._peers, command)
+
+    def call_led(self, command: Command, others: Command) -> list[Answer]:
+        """Sends `command` to the first process and `others` to all others; returns and raises as `call_all`."""
+        waits = self._start(self._peers[:1], command), self._start(self._peers[1:], others)
+        return [answer for wait in waits for answer in wait()]
+
+    def send_each(self, commands: Sequence[Command]) -> None:
+        """Sends each process its own command, to all at the same time; there are no answers.
+
+        Raises CommandError if a process is lost or takes nothing in until the deadline, after calling `on_lost`.
+        """
+        with concurrent.futures.ThreadPoolExecutor(min(len(commands), _SENDERS)) as senders:
+            for _ in senders.map(lambda peer, command: self._send([peer], command), self._peers, commands):
+                pass
+        if lost := [peer.lost for peer in self._peers if peer.lost]:
+            raise CommandError(lost[0])
 
     def call(self, index: int, command: Command) -> Answer:
         """Sends the command to one process and returns its answer; raises the errors of `call_all`."""
@@ -454,8 +480,8 @@ class Peers:
             return
         self._closed = True
         alive = [peer for peer in self._peers if not peer.lost]
-        body = encode_message(Message(LEARNER, next(self._numbers), Command(CLOSE)))
-        send_all([peer.connection for peer in alive], Frame.of(body), _ANSWER_S)
+        message = encode_message(Message(LEARNER, next(self._numbers), Command(CLOSE)))
+        send_all([peer.connection for peer in alive], message, _ANSWER_S)
         for peer in self._peers:
             peer.close()
 
@@ -481,12 +507,8 @@ class Peers:
         if lost := [peer.lost for peer in peers if peer.lost]:
             raise CommandError(lost[0])
         number = next(self._numbers)
-        body = encode_message(Message(command.lane, number, command))
-        relayed = self._relays and len(peers) == len(self._peers) and len(body) >= LEAST_BYTES
-        if relayed:
-            peers = [peers[index] for index in children_of(-1, len(peers))]
-        frame = Frame.of(body, relayed=relayed)
-        failed = send_all([peer.connection for peer in peers], frame, self.deadline_s)
+        message = encode_message(Message(command.lane, number, command))
+        failed = send_all([peer.connection for peer in peers], message, self.deadline_s)
         for index, reason in failed.items():
             peers[index].report_lost(f'{peers[index].name} {reason}')
         return number

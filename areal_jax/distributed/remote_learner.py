@@ -4,10 +4,11 @@
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
                          RemoteLearner(peers), RemoteChannel(peers, directory)
 
-Results come from learner process 0, the first of the peers. Weights and optimizer state stay where they are:
-`publish` and `save` return descriptions, and the processes write their own parts when they are told to. A learner
-process executes the commands in the order of sending; separate threads write checkpoints and publications, so that
-commands continue meanwhile.
+Results come from learner process 0, the first of the peers. It alone gets the groups of `update` and `evaluate`, packs
+them, and sends each other learner process its rows (learning/led_passes.py). Weights and optimizer state stay where
+they are: `publish` and `save` return descriptions, and the processes write their own parts when they are told to. A
+learner process executes the commands in the order of sending; separate threads write checkpoints and publications, so
+that commands continue meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from areal_jax.distributed.messages import (
     CLOSE,
     LEARNER,
     PUBLICATION,
-    RELAY,
+    ROWS,
     Answer,
     Command,
     Failure,
@@ -41,8 +42,9 @@ from areal_jax.distributed.messages import (
 )
 from areal_jax.distributed.peers import CommandError, Connection, OnLost, Peer, Peers, end_process
 from areal_jax.errors import UserError
+from areal_jax.learning.led_passes import Told
 from areal_jax.learning.objective.counting import UpdatePrice
-from areal_jax.publication.shard_versions import Everywhere
+from areal_jax.publication.shard_versions import Everywhere, SentShards
 from areal_jax.publication.versions import PublicationError, remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
@@ -68,10 +70,12 @@ class RemoteLearner:
     """
 
     def __init__(self, peers: Peers):
-        """Asks learner process 0 for the price of updates."""
+        """Lets the learner processes meet, and asks learner process 0 for the price of updates."""
         self._peers = peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
-        peers.arrange_relays()
+        if len(peers) > 1:
+            lead = Command(_LEAD, (peers.names[1:], peers.addresses[1:], peers.deadline_s))
+            result_of(peers.call_led(lead, Command(_JOIN, (peers.deadline_s,))), peers.names, 'meet')
         self._price = UpdatePrice(*self._call('price'))
 
     def warm_up(self) -> int:
@@ -86,7 +90,8 @@ class RemoteLearner:
         return self._call('update', list(groups), version)
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
-        return self._call('read_tokens', [int(draw) for draw in draws])
+        answer = self._peers.call(0, Command('read_tokens', ([int(draw) for draw in draws],)))
+        return result_of([answer], self._peers.names[:1], 'read_tokens')
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         return self._call('evaluate', list(groups))
@@ -115,7 +120,10 @@ class RemoteLearner:
         self._peers.close()
 
     def _call(self, name: str, *args: Any) -> Any:
-        return result_of(self._peers.call_all(Command(name, args)), self._peers.names, name)
+        command = Command(name, args)
+        is_led = name in _LED
+        answers = self._peers.call_led(command, Command(_REPEAT)) if is_led else self._peers.call_all(command)
+        return result_of(answers, self._peers.names, name)
 
 
 class RemoteChannel:
@@ -213,7 +221,7 @@ def publish_everywhere(peers: Peers, own: ShardSender | None = None) -> Everywhe
     `own`: of this process, if it is one of the learner; its result comes first.
     """
 
-    def everywhere(name: str, *args: Any, copy: Tree = None) -> list[Any]:
+    def everywhere(name: str, *args: object, copy: Tree = None) -> list[SentShards]:
         wait = peers.start_all(Command(name, args, PUBLICATION))
         results = []
         try:
@@ -257,9 +265,12 @@ def _require_published(answer: Answer, name: str) -> None:
 # A program over a mesh that spans processes is a collective: it hangs on all of them if one process omits it or starts
 # it in another order. So every process holds a learner with the same settings, and process 0 drives its own learner
 # only through `CommandLeader`. If a process is lost or exceeds the deadline, all others end with one sentence. The
-# followers run `follow`.
+# followers run `follow`, and get their rows of a batch over the connection of the commands.
 
 
+_LED = ('update', 'evaluate', 'score')  # process 0 alone executes them, and the others repeat its passes:
+_REPEAT = 'repeat_passes'
+_LEAD, _JOIN = 'lead_processes', 'join_process_0'  # let the learner processes of a controller meet
 _AFTER_FOLLOWERS_S = 1.0  # later than the wait for followers, whose error names the late process
 _Args = TypeVarTuple('_Args')
 _R = TypeVar('_R')
@@ -271,6 +282,7 @@ class CommandLeader:
     def __init__(self, learner: SpmdLearner, peers: Peers):
         """`peers` are the followers, in the order of their numbers."""
         self._learner, self._peers = learner, peers
+        learner.lead(functools.partial(_send_rows, peers))
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
         self.writers = [RemotePartWriter(peers, index) for index in range(len(peers))]  # for FilesChannel
         self.publish_everywhere = functools.partial(publish_everywhere, peers)  # for ShardChannel
@@ -311,9 +323,9 @@ class CommandLeader:
         self._peers.close()
 
     def everywhere(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
-        """Calls a method of this process's learner and, by its name, the same method of every follower's."""
+        """Calls a method of this process's learner; every follower's does the same, or repeats its passes."""
         name = method.__name__
-        wait = self._peers.start_all(Command(name, args))
+        wait = self._peers.start_all(Command(_REPEAT) if name in _LED else Command(name, args))
         with _deadline(self._peers.deadline_s, f'the command {name!r}', self._peers.report_lost):
             try:
                 result = method(*args)
@@ -335,11 +347,26 @@ def _deadline(seconds: float, what: str, on_lost: OnLost) -> Iterator[None]:
         timer.cancel()
 
 
+def _send_rows(peers: Peers, values: Sequence[Told]) -> None:
+    peers.send_each([Command('rows', tuple(value), ROWS) for value in values])
+
+
+def _take_rows(peer: Peer, deadline_s: float | None) -> Told:
+    try:
+        content = peer.take(ROWS, deadline_s).content
+    except queue.Empty:
+        raise CommandError(f'{peer.name} sent no rows for distributed.command_deadline_s={deadline_s:g}') from None
+    assert isinstance(content, Command)
+    return Told(*content.args)
+
+
 COMMANDS = frozenset(
-    {'warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
+    {
+        *('warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', _REPEAT),
+        *('publish', 'save', 'restore', 'require_finite'),
+    }
 )
 _SHARD_COMMANDS = frozenset({'send_shards', 'repeat_shards', 'release_shards'})
-_RELAY_S = 60.0  # deadline for processes that pass commands on to connect to each other
 _COPIES = 4  # versions published and not yet written: publication is never further behind
 
 
@@ -351,6 +378,7 @@ def follow(
     versions: PartWriter | ShardSender | None = None,
     reports: bool = False,
     listener: Listener | None = None,
+    deadline_s: float | None = None,
     on_lost: OnLost = end_process,
     commands: Collection[str] = COMMANDS,
 ) -> None:
@@ -361,28 +389,36 @@ def follow(
     Args:
       versions: writes or sends this process's part of publications, if all processes do.
       reports: results are sent back; for learner process 0 of a leader that has no learner itself.
-      listener: the one that the leader connected to; a parent in the relay tree connects there too.
+      listener: of a process that a controller leads; learner process 0 connects to the listeners of the others.
+      deadline_s: how long this process waits for rows of process 0; None = as long as it lives.
     """
     peer = Peer(connection, leader, on_lost)
     execution = _Execution(learner, versions, reports, commands)
+    if listener is None:
+        learner.follow(functools.partial(_take_rows, peer, deadline_s))
 
-    def join(command: Command) -> bool:
-        children, has_parent = command.args
-        if listener is None:
-            return False
-        peer.relay_to = [listener.connect(address, _RELAY_S).connection for address in children]
-        if has_parent:  # executes the parent's commands as if the leader had sent them
-            peer.read_also(listener.accept(_RELAY_S).connection)
-        return True
+    def execute(command: Command) -> object:
+        if listener is None or command.name not in (_LEAD, _JOIN):
+            return execution.command(command)
+        return (_lead_processes if command.name == _LEAD else _join_process_0)(learner, listener, *command.args)
 
-    beside = {
-        CHECKPOINT: execution.write_checkpoint,
-        PUBLICATION: execution.write_publication,
-        RELAY: join,
-    }
-    for lane, execute in beside.items():
-        threading.Thread(target=_serve, args=(peer, lane, execute), name=lane, daemon=True).start()
-    _serve(peer, LEARNER, execution.command)
+    for lane, write in ((CHECKPOINT, execution.write_checkpoint), (PUBLICATION, execution.write_publication)):
+        threading.Thread(target=_serve, args=(peer, lane, write), name=lane, daemon=True).start()
+    _serve(peer, LEARNER, execute)
+
+
+def _lead_processes(
+    learner: SpmdLearner, listener: Listener, names: Sequence[str], addresses: Sequence[str], deadline_s: float
+) -> None:
+    """Connects learner process 0 to the others. The controller notices lost processes, and ends the run."""
+    found = [listener.connect(address, deadline_s).connection for address in addresses]
+    others = Peers(list(zip(names, found, strict=True)), deadline_s=deadline_s, on_lost=lambda reason: None)
+    learner.lead(functools.partial(_send_rows, others))
+
+
+def _join_process_0(learner: SpmdLearner, listener: Listener, deadline_s: float) -> None:
+    leader = Peer(listener.accept(deadline_s).connection, 'learner 0', lambda reason: None)
+    learner.follow(functools.partial(_take_rows, leader, deadline_s))
 
 
 def _serve(peer: Peer, lane: str, execute: Callable[[Command], Any]) -> None:
@@ -452,9 +488,12 @@ class _Execution:
             return writer.write(directory, version, copy)
         return writer.finish(directory, version, copy, *rest)
 
-    def _send_shards(self, command: Command, sender: ShardSender) -> Any:
-        if command.name != 'send_shards':
-            return getattr(sender, command.name)(*command.args)
+    def _send_shards(self, command: Command, sender: ShardSender) -> SentShards | None:
+        if command.name == 'repeat_shards':
+            return sender.repeat_shards(*command.args)
+        if command.name == 'release_shards':
+            sender.release_shards(*command.args)
+            return None
         version, whole = command.args
         with self._lock:
             copy = self._published.pop(version)

@@ -20,11 +20,21 @@ from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.compared_tokens import read_tokens
 from areal_jax.learning.diagnostics.measurement import Metrics, measure
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
+from areal_jax.learning.led_passes import (
+    BEGIN,
+    REFERENCE_WEIGHTS,
+    STEP,
+    TEACHER_WEIGHTS,
+    PassCall,
+    PassFollower,
+    PassLeader,
+    Told,
+)
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, require_full_softmax
 from areal_jax.learning.objective.objectives import require_advantages, require_finite_loss
 from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.passes import Declared, Update, train
-from areal_jax.learning.programs import AHEAD, describe_cast, place_state
+from areal_jax.learning.passes import Declared, Passes, PassWeights, Teacher, Update, train
+from areal_jax.learning.programs import AHEAD, LearnerState, describe_cast, place_state
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.trained_part import (
@@ -57,8 +67,8 @@ class SpmdLearner:
 
     The learner owns its buffers: it copies the weights that it is given, `publish` and `save` return copies, and an
     update replaces weights and optimizer state in place. On a mesh that spans processes, every process has a learner
-    and calls the same commands in the same order (distributed/remote_learner.py); each packs the same groups to the
-    same rows.
+    and executes the same commands in the same order (distributed/remote_learner.py). The process that `lead`s executes
+    `update`, `evaluate` and `score`; the others, which `follow`, repeat its passes (led_passes.py).
     """
 
     announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`
@@ -167,6 +177,37 @@ class SpmdLearner:
                 break
             yield declared
 
+    def lead(self, send: Callable[[Sequence[Told]], None]) -> None:
+        """Makes this process 0 of a learner over several; `send` sends each other process, by index, its value."""
+        held = self._layout.rows_by_process()
+        _connect(self.parts, self._teacher, PassLeader(send, [held[index] for index in range(1, len(held))]))
+
+    def follow(self, receive: Callable[[], Told]) -> None:
+        """Makes this another process of a learner over several; `receive` waits for the next value of process 0."""
+        own = self._layout.rows_by_process()[jax.process_index()]
+        _connect(self.parts, self._teacher, PassFollower(receive, own))
+
+    def repeat_passes(self) -> None:
+        """Repeats the passes of a command that process 0 executes. Raises LeaderFailedError if it fails there."""
+        link, updated = self._passes.link, None
+        assert isinstance(link, PassFollower), 'this process does not follow'
+        for call, rows in link.calls():
+            if call.program == BEGIN:
+                self._begin_update(call.version)
+                updated = call.version + 1
+            elif call.program == STEP:
+                self._passes.repeat_step(self.state, call, rows)
+            else:
+                passes, weights = _find_weights(call.weights, self._passes, self.state, self._teacher, self._ratio)
+                passes.repeat(call, weights, rows)
+        if updated is not None:
+            self._version = updated
+
+    def _begin_update(self, version: int) -> None:
+        self._copy = self._version = None
+        if self._ratio:
+            self._ratio.require(version, self.state)
+
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""
         return self._price.tokens(groups)
@@ -185,6 +226,10 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
         """
+        with _command(self._passes):
+            return self._make_update(groups, version)
+
+    def _make_update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
         settings, objective = self._settings, self._settings.objective
         began_s = time.perf_counter()
         if settings.loss.truncated_sampling == 'refuse':
@@ -207,9 +252,9 @@ class SpmdLearner:
             masks_truncated=objective.masks_truncated,
             keeps_groups=objective.keeps_groups,
         )
-        self._copy = self._version = None
-        if self._ratio:
-            self._ratio.require(version, self.state)
+        if isinstance(link := self._passes.link, PassLeader):
+            link.tell(PassCall(BEGIN, version=version))
+        self._begin_update(version)
         with preferred():
             trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
         self._update = Update(groups, kept, read, self.packing, report, version, oldest, trained, began_s)
@@ -233,24 +278,25 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a result that is not finite.
         """
         objective = self._settings.objective
-        advantages = objective.advantages(groups)
-        batches, _ = self._layout.pack(groups, advantages, n_minibatches=1, keeps_groups=objective.keeps_groups)
-        if not batches:
-            return {'tokens': 0.0}
-        (batch,) = batches  # one minibatch, all of whose tokens are in the loss
-        return objective.measure_held_out(batch, self._passes.held_out(self.state, batch))
+        with _command(self._passes):
+            advantages = objective.advantages(groups)
+            batches, _ = self._layout.pack(groups, advantages, n_minibatches=1, keeps_groups=objective.keeps_groups)
+            if not batches:
+                return {'tokens': 0.0}
+            (batch,) = batches  # one minibatch, all of whose tokens are in the loss
+            passed = self._passes.held_out(self.state, batch)
+        return objective.measure_held_out(batch, passed)
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
         """float32 [A]: log-probs of an answer under the weights of `version`, at the temperature of training.
 
         None if the learner has other weights by now. `prompt_tokens` int32 [P], `answer_tokens` int32 [A], A >= 1.
         """
-        if version != self._version:
-            return None
         answer = Segment(answer_tokens, np.zeros(len(answer_tokens), np.float32), 0)
         prompt = Prompt(0, prompt_tokens, '', {})
         trajectory = Trajectory(prompt, 0, (answer,), 0.0, 'length', '', admitted_s=0.0, finished_s=0.0)
-        return self._logprobs([TrajectoryGroup(0, (trajectory,))])
+        with _command(self._passes):
+            return self._logprobs([TrajectoryGroup(0, (trajectory,))]) if version == self._version else None
 
     def _logprobs(self, groups: Sequence[TrajectoryGroup]) -> np.ndarray:
         """float32 [tokens], one for each generated token; the tokens of a trajectory are in order."""
@@ -259,8 +305,7 @@ class SpmdLearner:
         if not batches:
             return np.zeros(0, np.float32)
         (batch,) = batches  # one minibatch, all of whose tokens are in the loss
-        working = self._passes.working(self.state)
-        logprobs = self._passes.logprobs(working, self.state.frozen, batch, version=0)  # [M, R, N]
+        logprobs = self._passes.logprobs(self._passes.trained(self.state), batch, version=0)  # [M, R, N]
         return logprobs[batch.loss_mask]
 
     def publish(self, version: int) -> Tree:
@@ -355,6 +400,29 @@ class SpmdLearner:
         exports = self._host_copies is None
         declared = [one for part in self.parts for one in part.declared_programs(exports=exports)]
         return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
+
+
+def _connect(parts: Sequence[TrainedPart], teacher: Teacher | None, link: PassLeader | PassFollower) -> None:
+    for passes in [part.passes for part in parts] + ([] if teacher is None else [teacher.passes]):
+        passes.link = link
+
+
+def _command(passes: Passes) -> contextlib.AbstractContextManager[None]:
+    """A command whose passes the other processes, if this one leads, repeat."""
+    return passes.link.command() if isinstance(passes.link, PassLeader) else contextlib.nullcontext()
+
+
+def _find_weights(
+    name: str | int, passes: Passes, state: LearnerState, teacher: Teacher | None, ratio: RatioSampler | None
+) -> tuple[Passes, PassWeights]:
+    """The weights that a call names, and the passes that read them."""
+    if name == TEACHER_WEIGHTS:
+        assert teacher is not None
+        return teacher.passes, teacher.pass_weights
+    if isinstance(name, int):
+        assert ratio is not None
+        return passes, ratio.weights(name, state)
+    return passes, (passes.reference if name == REFERENCE_WEIGHTS else passes.trained)(state)
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

@@ -16,6 +16,16 @@ from jax.sharding import Mesh
 
 from areal_jax.columns import of_models
 from areal_jax.learning.forward import TeacherForm
+from areal_jax.learning.led_passes import (
+    REFERENCE_WEIGHTS,
+    STEP,
+    TEACHER_WEIGHTS,
+    TRAINED_WEIGHTS,
+    PassCall,
+    PassFollower,
+    PassLeader,
+    PassRows,
+)
 from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, RETURNS, VALUES, Objective
 from areal_jax.learning.objective.objectives import require_prepared, require_token_advantages
@@ -121,8 +131,18 @@ class StepResult(NamedTuple):
     routes: StepRoutes | None = None  # of a model with experts
 
 
+class PassWeights(NamedTuple):
+    """Weights of a pass, in the form of Passes.working; only 'values' reads a critic among them."""
+
+    name: str | int  # see PassCall.weights
+    params: Tree
+    frozen: Tree
+
+
 class Passes:
     """Runs passes on the mesh. Rows come as numpy arrays [M, R, ...]; only `step` changes the state."""
+
+    link: PassLeader | PassFollower | None = None  # to the other processes; None = every process has all rows
 
     def __init__(
         self,
@@ -160,6 +180,12 @@ class Passes:
             state.working = working
         return working
 
+    def trained(self, state: LearnerState) -> PassWeights:
+        return PassWeights(TRAINED_WEIGHTS, self.working(state), state.frozen)
+
+    def reference(self, state: LearnerState) -> PassWeights:
+        return PassWeights(REFERENCE_WEIGHTS, state.reference, state.frozen)
+
     def step(
         self,
         state: LearnerState,
@@ -173,46 +199,59 @@ class Passes:
 
         `first` says that no step of this update came before it.
         """
-        scalars = self._scalars(denominator, version, first)
+        call = PassCall(STEP, TRAINED_WEIGHTS, denominator, version, first, factor)
+        return self.repeat_step(state, call, self._share(call, rows))
+
+    def repeat_step(self, state: LearnerState, call: PassCall, rows: PassRows) -> StepResult:
+        """Makes the step of a call; see `step`."""
+        scalars = self._scalars(call)
         if self._settings.learner.evens_experts:  # the load of the whole minibatch weights each micro-batch's scores
             loads = self._loads(state, rows, scalars)
             scalars = {**scalars, **self._place_loads(loads)}
         run = self._scan if self._settings.learner.accumulate == 'scan' else self._dispatch
-        return run(state, rows, scalars, factor)
+        return run(state, rows, scalars, call.factor)
 
     def logprobs(
-        self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int, follows: bool | None = None
+        self, weights: PassWeights, batch: PackedBatch, version: int, follows: bool | None = None
     ) -> np.ndarray:
-        """Log-probs float32 [M, R, N] under given weights, in the form of `working`; a critic among them is ignored.
-
-        `follows`: whether recorded routes are taken; None = as in training.
-        """
-        weights, frozen = policy_leaves(weights), policy_leaves(frozen)
+        """Log-probs float32 [M, R, N] under given weights; `follows`: see PassCall."""
         rows, denominator = training_rows(batch, self._settings.objective)
         if not self._settings.records_routes:  # the routes in the batch belong to another model
             for column in of_models():
                 rows.pop(column.name, None)
-        scalars = self._scalars(denominator, version, first=True, follows=follows)
-        return self._layout.join_logprobs(self._run_each('logprobs', weights, frozen, rows, scalars))
+        call = PassCall('logprobs', weights.name, denominator, version, follows=follows)
+        return self._layout.join_logprobs(self.repeat(call, weights, self._share(call, rows)))
 
     def compare_rule(self, state: LearnerState, batch: PackedBatch, version: int) -> np.ndarray:
         """Log-probs float32 [M, R, N] of the trained weights, with the rule of delta nets token by token."""
+        return self._layout.join_logprobs(self._pass('single_tokens', self.trained(state), batch, version))
+
+    def repeat(self, call: PassCall, weights: PassWeights, rows: PassRows) -> list[Any]:
+        """The results of the program of a call for each micro-batch."""
+        return self._run_each(call.program, weights, rows, self._scalars(call))
+
+    def _pass(self, program: str, weights: PassWeights, batch: PackedBatch, version: int) -> list[Any]:
         rows, denominator = training_rows(batch, self._settings.objective)
-        scalars = self._scalars(denominator, version, first=True)
-        weights, frozen = policy_leaves(self.working(state)), policy_leaves(state.frozen)
-        return self._layout.join_logprobs(self._run_each('single_tokens', weights, frozen, rows, scalars))
+        call = PassCall(program, weights.name, denominator, version)
+        return self.repeat(call, weights, self._share(call, rows))
 
-    def _run_each(
-        self, name: str, weights: Tree, frozen: Tree, rows: Mapping[str, np.ndarray], scalars: Scalars
-    ) -> list[Any]:
-        """The results of a program for each micro-batch."""
-        run, layout = self.programs.run, self._layout
-        return [run(name, weights, frozen, layout.place(microbatch), scalars) for microbatch in layout.split(rows)]
+    def _share(self, call: PassCall, arrays: Mapping[str, np.ndarray]) -> PassRows:
+        """The rows of a pass. The other processes, if this one leads, get the call and their rows."""
+        rows = self._layout.fit(arrays)
+        if isinstance(self.link, PassLeader):
+            self.link.share(call, rows)
+        return rows
 
-    def _loads(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> np.ndarray:
+    def _run_each(self, program: str, weights: PassWeights, rows: PassRows, scalars: Scalars) -> list[Any]:
+        params, frozen = weights.params, weights.frozen
+        if program != 'values':
+            params, frozen = policy_leaves(params), policy_leaves(frozen)
+        run = self.programs.run
+        return [run(program, params, frozen, microbatch, scalars) for microbatch in self._layout.place_each(rows)]
+
+    def _loads(self, state: LearnerState, rows: PassRows, scalars: Scalars) -> np.ndarray:
         """float32 [L, E]: tokens of a minibatch that reach each expert, from an additional pass."""
-        weights, frozen = policy_leaves(self.working(state)), policy_leaves(state.frozen)
-        passed = self._run_each('loads', weights, frozen, rows, scalars)
+        passed = self._run_each('loads', self.trained(state), rows, scalars)
         return np.asarray(np.sum(jax.device_get(passed), axis=0), np.float32)
 
     def _place_loads(self, loads: np.ndarray) -> dict[str, jax.Array]:
@@ -220,11 +259,11 @@ class Passes:
 
     def collisions(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, log Σ π²) of the trained weights, float32 [M, R, N] each."""
-        return self._pair('collisions', policy_leaves(self.working(state)), policy_leaves(state.frozen), batch, version)
+        return self._pair('collisions', state, batch, version)
 
     def values(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, values of the critic) of the trained weights, float32 [M, R, N] each, from one pass."""
-        return self._pair('values', self.working(state), state.frozen, batch, version)
+        return self._pair('values', state, batch, version)
 
     def end_values(self, state: LearnerState, groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:
         """float32 [rows of the groups]: the value of the state after each row that ended at its limit, else 0.
@@ -244,19 +283,17 @@ class Passes:
 
     def held_out(self, state: LearnerState, batch: PackedBatch) -> dict[str, np.ndarray]:
         """The input of Objective.measure_held_out, for a batch that is not trained on, float32 [M, R, N] each."""
-        logprobs = lambda weights: self.logprobs(weights, state.frozen, batch, version=0)
+        logprobs = lambda weights: self.logprobs(weights, batch, version=0)
         if self._settings.objective.trains_values:
             passed = dict(zip((POLICY, VALUES), self.values(state, batch, version=0), strict=True))
         else:
-            passed = {POLICY: logprobs(self.working(state))}
-        return passed if state.reference is None else passed | {REFERENCE: logprobs(state.reference)}
+            passed = {POLICY: logprobs(self.trained(state))}
+        return passed if state.reference is None else passed | {REFERENCE: logprobs(self.reference(state))}
 
     def _pair(
-        self, name: str, working: Tree, frozen: Tree, batch: PackedBatch, version: int
+        self, program: str, state: LearnerState, batch: PackedBatch, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        rows, denominator = training_rows(batch, self._settings.objective)
-        scalars = self._scalars(denominator, version, first=True)
-        passed = self._run_each(name, working, frozen, rows, scalars)
+        passed = self._pass(program, self.trained(state), batch, version)
         first, second = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
         return first, second
 
@@ -312,8 +349,8 @@ class Passes:
             one = self._layout.describe({name: array[0] for name, array in rows.items()})
             yield 'logprobs', (policy_leaves(weights), policy_leaves(frozen), one, self._describe_scalars(denominator))
 
-    def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
-        whole = self._layout.place(rows)
+    def _scan(self, state: LearnerState, rows: PassRows, scalars: Scalars, factor: float) -> StepResult:
+        whole = self._layout.place(rows.arrays, rows.own)
         state.params, state.optimizer, step, metrics, logprobs = self.programs.run(
             'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
         )
@@ -330,14 +367,12 @@ class Passes:
         differs = self._layout.join_logprobs([one.differs for one in found]).astype(np.int32)
         return StepRoutes(differs, np.sum([one.loads for one in found], axis=0))
 
-    def _dispatch(
-        self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float
-    ) -> StepResult:
+    def _dispatch(self, state: LearnerState, rows: PassRows, scalars: Scalars, factor: float) -> StepResult:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working, queued = self.working(state), int(self.on_accelerator)
         gradients = None if self.on_accelerator else self.programs.run('zeros', state.params)
-        for microbatch in map(self._layout.place, self._layout.split(rows)):  # the next is placed while one runs
+        for microbatch in self._layout.place_each(rows):  # the next is placed while one runs
             if len(metrics) > queued:  # queue no more, so that programs of other lanes get a turn
                 jax.block_until_ready(metrics[-1 - queued])
             gradients, measured, predicted = self._accumulate(
@@ -345,7 +380,7 @@ class Passes:
             )
             metrics.append(measured)
             logprobs.append(predicted)
-        factor, braked = self._brake(factor, rows, logprobs)
+        factor, braked = self._brake(factor, rows.arrays, logprobs)
         del working  # the next copy takes its room
         step = self._apply(state, gradients, factor, only=len(metrics) == 1)
         del gradients  # no gradients are kept between steps
@@ -387,12 +422,17 @@ class Passes:
         brake = self._settings.brake
         if brake.kind != 'ess':
             return factor, {}
-        known = (rows[name] for name in ('behavior_logprobs', 'loss_mask', 'sequence_starts'))
-        factor *= float(brake.ess_factor(sequence_effective_sample_size(self._layout.join_logprobs(logprobs), *known)))
+
+        def compute() -> float:
+            known = (rows[name] for name in ('behavior_logprobs', 'loss_mask', 'sequence_starts'))
+            return float(brake.ess_factor(sequence_effective_sample_size(self._layout.join_logprobs(logprobs), *known)))
+
+        factor *= compute() if self.link is None else self.link.agree(compute)
         return factor, {'brake': np.asarray(factor, np.float32)}
 
-    def _scalars(self, denominator: float, version: int, first: bool, follows: bool | None = None) -> Scalars:
-        return place(self._host_scalars(denominator, version, first, follows), replicated(self._mesh)) | self._beside
+    def _scalars(self, call: PassCall) -> Scalars:
+        given = self._host_scalars(call.denominator, call.version, call.first, call.follows)
+        return place(given, replicated(self._mesh)) | self._beside
 
     def _describe_scalars(self, denominator: float) -> Scalars:
         return describe(self._host_scalars(denominator, 0, True, None), replicated(self._mesh)) | self._beside
@@ -435,7 +475,11 @@ class Teacher:
 
     def logprobs(self, batch: PackedBatch, version: int) -> np.ndarray:
         """Log-probs float32 [M, R, N] of the targets of a batch."""
-        return self.passes.logprobs(self.weights, {}, batch, version)
+        return self.passes.logprobs(self.pass_weights, batch, version)
+
+    @property
+    def pass_weights(self) -> PassWeights:
+        return PassWeights(TEACHER_WEIGHTS, self.weights, {})
 
     def declared_programs(self) -> Iterator[Declared]:
         """The programs that `logprobs` runs, one for each shape of rows."""
@@ -575,7 +619,7 @@ def _prepare(
     if not objective.prepares:
         return {}
     if POLICY in objective.reads:
-        logprobs = np.reshape(passes.logprobs(passes.working(state), state.frozen, batch, version), batch.targets.shape)
+        logprobs = np.reshape(passes.logprobs(passes.trained(state), batch, version), batch.targets.shape)
     return require_prepared(objective, batch, logprobs)
 
 
@@ -599,8 +643,8 @@ def _known_tokens(
     if VALUES in settings.objective.reads:
         passed = [passes.values(state, batch, version) for batch in batches]
     else:
-        working = passes.working(state) if recompute and len(batches) > 1 else None
-        later = [passes.logprobs(working, state.frozen, batch, version) if recompute else None for batch in batches[1:]]
+        before = passes.trained(state) if recompute and len(batches) > 1 else None
+        later = [None if before is None else passes.logprobs(before, batch, version) for batch in batches[1:]]
         passed = [(logprobs, None) for logprobs in (None, *later)][: len(batches)]
     known = []
     for batch, (policy, values) in zip(batches, passed, strict=True):
@@ -614,7 +658,7 @@ def _compare(
 ) -> np.ndarray | None:
     if teacher is not None and teacher.gives_logprobs:
         return teacher.logprobs(batch, version)
-    return None if state.reference is None else passes.logprobs(state.reference, state.frozen, batch, version)
+    return None if state.reference is None else passes.logprobs(passes.reference(state), batch, version)
 
 
 def first_logprobs(results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> np.ndarray:

@@ -13,14 +13,15 @@ from areal_jax.config.cluster import LEARNER
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning import packed_rows
 from areal_jax.learning.forward import require_heads
+from areal_jax.learning.led_passes import PassRows
 from areal_jax.learning.packing import empty_batch, pack
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention.backends import BACKENDS, shares_prompts
 from areal_jax.models.attention.check import choose_checked
 from areal_jax.models.experts import require_experts
 from areal_jax.models.families import ModelConfig, require_delta_heads
-from areal_jax.sharding.placement import describe, place
-from areal_jax.sharding.rules import data_shards, nearest_device, row_sharding
+from areal_jax.sharding.placement import describe, place, place_rows
+from areal_jax.sharding.rules import data_shards, nearest_device, row_sharding, rows_by_process
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -99,11 +100,16 @@ class RowLayout:
             inputs=self.inputs,
         )
 
-    def split(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """Each micro-batch of rows [M, R, ...], trimmed to the smallest declared shape that holds it."""
-        for m in range(len(rows['tokens'])):
-            one = {name: array[m] for name, array in rows.items()}
-            yield packed_rows.trim(one, packed_rows.tail_bucket(one, self._buckets))
+    def fit(self, rows: Mapping[str, np.ndarray]) -> PassRows:
+        """Rows [M, R, ...] with the smallest declared shape that holds each micro-batch."""
+        used = [{name: rows[name][m] for name in ('segment_ids', 'loss_mask')} for m in range(len(rows['tokens']))]
+        return PassRows(rows, [packed_rows.tail_bucket(one, self._buckets) for one in used])
+
+    def place_each(self, rows: PassRows) -> Iterator[dict[str, jax.Array]]:
+        """Places each micro-batch on the mesh, trimmed to its shape, when it is asked for."""
+        for m, shape in enumerate(rows.shapes):
+            one = {name: array[m] for name, array in rows.arrays.items()}
+            yield self.place(packed_rows.trim(one, shape), rows.own)
 
     def join_logprobs(self, logprobs: Sequence[jax.Array]) -> np.ndarray:
         """float32 [M, R, N] from one array per micro-batch, which has the N of its bucket; 0 in trimmed places."""
@@ -114,9 +120,17 @@ class RowLayout:
             row[:, : part.shape[1]] = part
         return whole
 
-    def place(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Places rows [R, ...] or [M, R, ...] on the mesh."""
-        return place(dict(rows), self._sharding(rows))
+    def place(self, rows: Mapping[str, np.ndarray], own: np.ndarray | None = None) -> dict[str, jax.Array]:
+        """Places rows [R, ...] or [M, R, ...] on the mesh; `own`: see PassRows."""
+        sharding = self._sharding(rows)
+        if own is None:
+            return place(dict(rows), sharding)
+        axis, count = rows['tokens'].ndim - 2, self._settings.learner.rows_per_microbatch
+        return {name: place_rows(array, axis, own, count, sharding) for name, array in rows.items()}
+
+    def rows_by_process(self) -> dict[int, np.ndarray]:
+        """See sharding.rules.rows_by_process."""
+        return rows_by_process(self._mesh, self._settings.learner.rows_per_microbatch)
 
     def describe(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
         """Describes the result of `place`, also on a mesh of devices that are not there."""

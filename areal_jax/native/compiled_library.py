@@ -24,6 +24,8 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
+from areal_jax.installation import find_cache
+
 # names in the source
 ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'
 PROJECT, FINISH, STEP = 'areal_jax_project', 'areal_jax_finish', 'areal_jax_step'
@@ -50,7 +52,7 @@ class NativeError(Exception):
 @functools.cache
 def register() -> ctypes.CDLL:
     """Registers the kernels with XLA under the names above, once per process. Raises NativeError."""
-    path = find_or_compile(_cache_directory())
+    path = find_or_compile(find_cache())
     try:
         library = ctypes.CDLL(str(path))
         for name in _NAMES:
@@ -172,11 +174,6 @@ def describe_processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     named = [line for line in lines if line.startswith(('model name', 'flags', 'Features', 'CPU part'))]
     return '\n'.join(sorted(set(named))) or platform.platform() + platform.processor()
-
-
-def _cache_directory() -> pathlib.Path:
-    home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
-    return pathlib.Path(home) / 'areal_jax'
 
 
 # Reuse of the memory that XLA frees: the settings of blocks.h for this process.

@@ -1,12 +1,12 @@
-"""Plans which process of a learner sends which part of which leaf, and which part of it goes to which host of an engine.
+"""Plans which process of a learner sends which parts of the leaves, and which of them each host of an engine gets.
 
-    layouts  = layouts_of(copy)                  # from the learner's shardings
-    shards   = divide_leaves(layouts)            # every element is in one shard of one process
-    transfers = route(shards, needed)            # the parts that each host needs, each once
+    layouts   = layouts_of(copy)                    # from the learner's shardings
+    shards    = divide_leaves(layouts)              # every element is in one shard of one process
+    transfers = route(shards, needed, itemsizes)    # the parts that each host needs, each once
 
-Pure: every process computes the same plan from the same shardings, so no process has to tell it to the others. A shard
-has a name, 'layers/0/attention/query[0:128,0:64|512,64]', under which records and manifests have it; a shard that is the
-whole leaf has the name of the leaf.
+Pure: every process computes the same plan from the same shardings, so no process has to tell it to the others. Records
+and manifests have a shard under its name, 'layers/0/attention/query[0:128,0:64|512,64]'; a shard that is the whole leaf
+has the name of the leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from areal_jax.types import Tree
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) of each axis
 
-_LEAST_CUT = 1 << 16  # bytes: a smaller box that several processes hold is sent whole by one of them
+# A box that several processes hold is cut for them if each gets this many bytes and if it is this large a share of what
+# a process sends; else one of them sends it whole. Smaller shares would even out nothing and cost time for each shard.
+_LEAST_BYTES, _LEAST_SHARE = 1 << 16, 1 / 128
 _MOST_BYTES = 2 << 30  # of a shard
 
 
@@ -42,7 +44,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of a leaf."""
+    """A part of a leaf, a box."""
 
     path: str
     box: Box
@@ -58,6 +60,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the shard is the whole leaf."""
         return self.box == tuple((0, size) for size in self.shape)
 
     @property
@@ -97,16 +100,17 @@ def is_shard(name: str) -> bool:
 
 
 def leaf_path(name: str) -> str:
-    """The path of the leaf that a shard is a part of."""
+    """Returns the path of the leaf that the shard of this name is a part of."""
     return name.partition('[')[0]
 
 
 def count_elements(box: Box) -> int:
+    """Returns the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def find_overlap(one: Box, other: Box) -> Box | None:
-    """The box of the elements that both have; None if there are none."""
+    """Returns the box of the elements that two boxes share; None if they share none."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(start < stop for start, stop in found) else None
 
@@ -116,7 +120,7 @@ def find_overlap(one: Box, other: Box) -> Box | None:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Row-major positions of a shard's elements: for each of `starts`, `rows` runs of `width`, `stride` apart."""
+    """The row-major positions of a shard in its leaf: at each of `starts`, `rows` runs of `width`, `stride` apart."""
 
     starts: tuple[int, ...]
     rows: int
@@ -124,7 +128,7 @@ class Runs:
     stride: int
 
     def positions(self, local: np.ndarray) -> np.ndarray:
-        """The positions in the leaf, int64 [n], of the elements at the row-major positions `local` in the shard."""
+        """Returns the positions in the leaf, int64 [n], of the elements at row-major positions `local` of the shard."""
         row, column = np.divmod(local, self.width)
         if len(self.starts) == 1:
             return self.starts[0] + row * self.stride + column
@@ -136,10 +140,9 @@ class Runs:
 def find_runs(box: Box, shape: tuple[int, ...]) -> Runs:
     """Returns the runs of a box in a leaf of `shape`; a whole leaf is one run."""
     cut = [axis for axis, (bounds, size) in enumerate(zip(box, shape, strict=True)) if bounds != (0, size)]
-    last = cut[-1] if cut else 0  # the runs lie along this axis and those after it
-    first = (
-        cut[-2] if len(cut) > 1 else 0
-    )  # rows are along the axes from here to `last`, of which only the first is cut
+    # A run is the part of the last cut axis, with all axes after it. The rows are the axes from the cut axis before it
+    # on; the others of them are whole, so that rows have equal distances. The axes before them give the starts.
+    *_, first, last = (0, 0, *cut)
     behind = math.prod(shape[last + 1 :])
     stride = behind * (shape[last] if shape else 1)
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -189,39 +192,50 @@ def to_box(index: Iterable[slice], shape: tuple[int, ...]) -> Box:
 def divide_leaves(layouts: Mapping[str, LeafLayout]) -> dict[int, list[Shard]]:
     """Assigns every element of every leaf to one process that holds it, about equally many bytes to each.
 
-    A box that several processes hold is cut into as many parts; a small one goes to the holder with the fewest bytes.
+    Boxes that several processes hold are cut into as many parts; small ones go whole to the holder with fewest bytes.
     Returns shards by process, in the order of their names; no shard has more than 2 GiB.
     """
-    processes = sorted({each for layout in layouts.values() for holders in layout.holders.values() for each in holders})
-    shards: dict[int, list[Shard]] = {process: [] for process in processes}
-    given = dict.fromkeys(processes, 0)
     boxes = [(path, box, holders) for path, layout in layouts.items() for box, holders in layout.holders.items()]
-    size = lambda each: count_elements(each[1]) * layouts[each[0]].itemsize
-    for path, box, holders in sorted(boxes, key=lambda each: (-size(each), each)):
+    nbytes = lambda path, box: count_elements(box) * layouts[path].itemsize
+    processes = sorted({process for *_, holders in boxes for process in holders})
+    shards: dict[int, list[Shard]] = {process: [] for process in processes}
+    given = dict.fromkeys(processes, 0)  # bytes
+    least = _LEAST_SHARE * sum(nbytes(path, box) for path, box, _ in boxes) / max(1, len(processes))
+    for path, box, holders in sorted(boxes, key=lambda each: (-nbytes(*each[:2]), each)):
         layout = layouts[path]
-        nbytes = count_elements(box) * layout.itemsize
-        parts = _cut(box, len(holders)) if nbytes >= _LEAST_CUT * len(holders) else [box]
-        for part in parts:
-            nbytes = count_elements(part) * layout.itemsize
-            sender = min(holders, key=lambda process: given[process])
-            given[sender] += nbytes
-            pieces = _cut(part, -(-nbytes // _MOST_BYTES)) if nbytes > _MOST_BYTES else [part]
+        is_cut = nbytes(path, box) >= max(_LEAST_BYTES * len(holders), least)
+        for part in _cut_evenly(box, len(holders)) if is_cut else [box]:
+            sender = min(holders, key=given.__getitem__)
+            given[sender] += nbytes(path, part)
+            pieces = _cut_to(part, _MOST_BYTES // layout.itemsize)
             shards[sender] += [Shard(path, piece, layout.shape) for piece in pieces]
     return {process: sorted(own, key=lambda shard: shard.name) for process, own in shards.items()}
 
 
-def _cut(box: Box, count: int) -> list[Box]:
-    """Cuts a box along its first axis with `count` entries, whose parts are contiguous, else along its longest axis."""
+def _cut_evenly(box: Box, count: int) -> list[Box]:
+    """Cuts a box into `count` boxes along its first axis that divides evenly, else along its longest axis."""
     sizes = [stop - start for start, stop in box]
-    axis = next((axis for axis, size in enumerate(sizes) if size >= count), None)
-    if axis is None:
-        axis = max(range(len(sizes)), key=sizes.__getitem__, default=None)
-        if axis is None:
-            return [box]
-        count = max(1, min(count, sizes[axis]))
-    start, size = box[axis][0], sizes[axis]
-    ends = [start + size * part // count for part in range(count + 1)]
-    return [(*box[:axis], bounds, *box[axis + 1 :]) for bounds in itertools.pairwise(ends) if bounds[0] < bounds[1]]
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    axis = next((axis for axis, size in enumerate(sizes) if size % count == 0), longest)
+    return _cut_axis(box, axis, min(count, sizes[axis]))
+
+
+def _cut_to(box: Box, most: int) -> list[Box]:
+    """Cuts a box into boxes of at most `most` elements, whose elements are contiguous in it."""
+    if count_elements(box) <= most:
+        return [box]
+    axis = next(axis for axis, (start, stop) in enumerate(box) if stop - start > 1)
+    entry = count_elements(box[axis + 1 :])
+    size = box[axis][1] - box[axis][0]
+    parts = _cut_axis(box, axis, -(-size // max(1, most // entry)))
+    return [piece for part in parts for piece in _cut_to(part, most)]
+
+
+def _cut_axis(box: Box, axis: int, count: int) -> list[Box]:
+    """Cuts an axis of a box into `count` parts, whose sizes differ by 1 at most."""
+    start, stop = box[axis]
+    ends = [start + (stop - start) * part // count for part in range(count + 1)]
+    return [(*box[:axis], bounds, *box[axis + 1 :]) for bounds in itertools.pairwise(ends)]
 
 
 # Who receives what.

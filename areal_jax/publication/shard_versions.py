@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol, TypedDict
+from typing import NoReturn, Protocol, TypedDict
 
 from areal_jax.publication.versions import EncodedDigest, PublicationError, hash_digests, join_addresses, name_version
 from areal_jax.types import PublicationSize, PublishedWeights, Tree
@@ -31,8 +31,8 @@ class SentShards(TypedDict):
 class Everywhere(Protocol):
     """Calls a method of the ShardSender of every process at the same time."""
 
-    def __call__(self, name: str, *args: Any, copy: Tree = None) -> list[Any]:
-        """Returns the results, in the order of the processes.
+    def __call__(self, name: str, *args: object, copy: Tree = None) -> list[SentShards]:
+        """Returns the results, in the order of the processes; a release has none.
 
         `copy`: the version, where this process has a part of it. Raises PublicationError if a process failed.
         """
@@ -68,7 +68,7 @@ class ShardVersions:
         chain, self._chain = self._chain, None  # if a process fails, readers may or may not have this version
         if chain is not None and not (self._delta and chain.begun < version < chain.begun + self._base_every):
             chain = None
-        sent: list[SentShards] = self._everywhere('send_shards', version, chain is None, copy=copy)
+        sent = self._everywhere('send_shards', version, chain is None, copy=copy)
         if chain is not None:
             chain = dataclasses.replace(chain, nbytes=chain.nbytes + _count_bytes(sent))
             if chain.nbytes >= chain.whole_bytes or not all(each['address'] for each in sent):
@@ -85,7 +85,7 @@ class ShardVersions:
         )
         return PublishedWeights(version, manifest_hash, handle=handle, size=size)
 
-    def receive(self, published: PublishedWeights) -> Any:
+    def receive(self, published: PublishedWeights) -> NoReturn:
         """Raises PublicationError: this process holds no weights."""
         raise PublicationError(
             f'weights of version {published.version} are at {published.handle}: a controller without a learner holds '

@@ -63,6 +63,22 @@ def place(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(_place_leaf, tree, over)
 
 
+def place_rows(rows: np.ndarray, axis: int, own: np.ndarray, count: int, sharding: Sharding) -> jax.Array:
+    """The array with `count` rows along `axis`, of which this process has those that its own devices hold.
+
+    `own`: their indices, int, ascending. No collective.
+    """
+    shape = (*rows.shape[:axis], count, *rows.shape[axis + 1 :])
+
+    def cut(index: Index) -> np.ndarray:
+        assert index is not None
+        start, stop, _ = index[axis].indices(count)
+        first = int(np.searchsorted(own, start))
+        return rows[*index[:axis], first : first + stop - start, *index[axis + 1 :]]
+
+    return jax.make_array_from_callback(shape, sharding, cut)
+
+
 def describe(tree: Tree, shardings: Tree) -> Tree:
     """Describes the result of `place` (shapes, dtypes, shardings), also for devices that are not there."""
     whole = isinstance(shardings, Sharding)

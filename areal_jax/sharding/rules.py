@@ -250,6 +250,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def rows_by_process(mesh: Mesh, rows: int) -> dict[int, np.ndarray]:
+    """The rows of a micro-batch of `rows` of which each process holds tokens: int, ascending, by its index."""
+    held: dict[int, set[int]] = collections.defaultdict(set)
+    places = NamedSharding(mesh, PartitionSpec(ROW_AXES)).devices_indices_map((rows,))
+    for device in mesh.devices.flat:
+        (own,) = places[device] or (slice(0),)
+        held[device.process_index].update(range(*own.indices(rows)))
+    return {process: np.array(sorted(own)) for process, own in held.items()}
+
+
 def data_shards(mesh: Mesh) -> int:
     """Shards of a batch's rows: the rows of a micro-batch must be a multiple of this number."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from areal_jax.config.cluster import EnginesLayout, LearnerLayout
 from areal_jax.config.fields import ConfigError
@@ -16,6 +17,7 @@ from areal_jax.errors import suggest
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.families import LAYERS, Experts, ModelConfig, count_parameters
 from areal_jax.simulation.drawn_task import Answers
+from areal_jax.simulation.stream_prices import MEASURED_STREAM, NODE, StreamedVersion
 from areal_jax.types import Work
 
 # For chips whose network is not published, assumed as in the nodes of arXiv 2505.24298: 3.2 Tb/s for 8 chips.
@@ -344,6 +346,13 @@ STATE_BYTES = 12  # of a parameter: weight and two moments, float32
 _ENGINES = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')
 
 
+class StreamLinks(NamedTuple):
+    """The hosts of a run whose versions travel over sockets."""
+
+    processes: int  # of the learner
+    bytes_s: float  # of a host's network, in each direction
+
+
 @dataclasses.dataclass(frozen=True)
 class RooflineSettings:
     """The fields of the section `simulation` that prices by flops and bytes use."""
@@ -357,6 +366,7 @@ class RooflineSettings:
     load_s: float
     switch_s: float
     optimizer_steps: int  # of an update
+    stream: StreamLinks | None = None  # None: versions move over the networks of the devices themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,18 +448,24 @@ class LearnerDevices:
 def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: LearnerDevices) -> Mapping[str, Price]:
     """The prices of all work of a run. A checkpoint and the copy of the weights in the learner's memory cost nothing.
 
-    Publication: engines fetch a version while they decode, at the rate of the slower network. A learner that moves to
+    Publication: engines fetch a version while they decode, at the rate of the slower network; over sockets all engines
+    fetch it at the same time, and it takes what `StreamedVersion` says. A learner that moves to
     other devices sends weights and moments, float32, over the network of its new number of devices.
     """
     engines = {engine_lane(index): engine.prices() for index, engine in enumerate(cluster.engines)}
     switch_s = settings.switch_s if cluster.shares else 0.0
-    fetching = {publish_lane(index): engine.devices for index, engine in enumerate(cluster.engines)}
+    fetching = {publish_lane(index): engine for index, engine in enumerate(cluster.engines)}
 
     def find_learner() -> Roofline:
         return dataclasses.replace(cluster.learner, devices=devices.number)
 
     def fetch(lane: str, work: Work) -> float:
-        return find_learner().publication_s(fetching[lane], devices.number) + settings.load_s + switch_s
+        engine = fetching[lane]
+        if settings.stream is None:
+            moved_s = find_learner().publication_s(engine.devices, devices.number)
+        else:
+            moved_s = stream_version(settings.stream, engine, len(fetching)).late_s
+        return moved_s + settings.load_s + switch_s
 
     def reshard(lane: str, work: Work) -> float:
         moved = STATE_BYTES * settings.shape.parameters
@@ -469,6 +485,20 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: Learne
         'decode': of_engine, 'prefill': of_engine, 'train': train, 'load': fetch, 'reshard': reshard,
         'reward': price_verifier, 'snapshot': 0.0, 'publish': 0.0, 'save': 0.0, 'compile': 0.0,
     }  # fmt: skip
+
+
+def stream_version(links: StreamLinks, engine: Roofline, engines: int) -> StreamedVersion:
+    """A version on its way to `engines` engines like this one, as many on a host as have room there."""
+    return StreamedVersion(
+        nbytes=WEIGHT_BYTES * engine.shape.parameters,
+        processes=links.processes,
+        engines=engines,
+        engines_of_host=min(engines, max(1, NODE // engine.devices)),
+        devices=engine.devices,
+        memory_bytes_s=engine.chip.bytes_s,
+        costs=MEASURED_STREAM,
+        link_bytes_s=links.bytes_s,
+    )
 
 
 def price_evaluations(by_kind: Mapping[str, Price]) -> Mapping[str, Price]:

@@ -20,4 +20,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.server = 'own'
     config.rollout.slots = 40
     config.rollout.cache_tokens = 229376  # 33.8 GB of keys and values, next to two versions of 16.4 GB
+    config.publication.channel = 'stream'  # every process of the learner sends its shards
+    config.publication.listen = 'own'
+    config.publication.delta = True
     return config

@@ -24,4 +24,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.server = 'own'
     config.rollout.slots = 256
     config.rollout.cache_tokens = 1310720
+    config.publication.channel = 'stream'  # every process of the learner sends its shards
+    config.publication.listen = 'own'
+    config.publication.delta = True
     return config

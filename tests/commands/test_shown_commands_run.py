@@ -74,6 +74,9 @@ CHANGES = (
     Change('tracker=wandb', 'no account', way='told', says='needs the package wandb, which is not installed'),
     Change('name=verifiers:', 'it has an environment of its own', way='told', says='verifiers_environment.sh'),
     Change('launch.ray .*--local_nodes$', 'Ray is no part of the project', way='told', says='ray'),
+    Change(
+        's3://bucket', 'its packages are an extra', way='told', says='needs the package s3fs, which is not installed'
+    ),
     Change('areal-aot', 'its compilers are extras', way='told', says='which is not installed: pip install'),
     Change('options.lettres=', 'the page shows this error', way='refused', says='lettres'),
     Change('runs/broken', 'the page shows these errors', way='refused', says='error: '),
@@ -120,7 +123,7 @@ GIVEN = {  # by the first pattern that matches a name; {} is that name
         '--config.telemetry.rollouts=all'
     ),
 }
-COUNTS = {'shortened': 95, 'as shown': 87, 'served': 7, 'dry run': 12, 'told': 13, 'refused': 3}
+COUNTS = {'shortened': 95, 'as shown': 87, 'served': 7, 'dry run': 12, 'told': 17, 'refused': 3}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,12 @@ from areal_jax.app.evaluate.evaluation_config import choose_source
 from areal_jax.commands.command import PATHS, find_commands, list_flags
 from areal_jax.config import default_config, require_local_fields, validate
 from areal_jax.config.declarations import FIELDS
-from areal_jax.config.fields import ChoiceOrOwn, ConfigError, Path, Text
+from areal_jax.config.fields import Address, ChoiceOrOwn, ConfigError, Path, Text
 from areal_jax.errors import UserError
 from areal_jax.files import describe_url, require_local
 
 COMMANDS = {command.program: command for command in find_commands()}
+OF_MIRRORS = {('areal-eval', '--model'), ('areal-serve', '--model'), ('areal-export', '--workdir')}
 WITHOUT_PATHS = {'areal-config', 'python -m areal_jax completion'}
 URLS = ('gs://bucket/a', 's3://bucket/a', 'hf://owner/name', 'file:///tmp/a', 'memory+x.y-z://a', 'GS://bucket/a')
 NEEDED = {  # what a command line must have before the flag that is tried
@@ -70,7 +71,8 @@ def test_a_flag_with_a_url_is_refused_and_makes_nothing(program, name, tmp_path,
     monkeypatch.chdir(tmp_path)
     command = COMMANDS[program]
     flag = next(flag for flag in find_paths(command) if flag.name == name)
-    value = 'task.path=gs://bucket/a' if '=' in flag.metavar else 'gs://bucket/a'
+    url = 'az://bucket/a' if (program, name) in OF_MIRRORS else 'gs://bucket/a'
+    value = f'task.path={url}' if '=' in flag.metavar else url
     begun = time.monotonic()
     with pytest.raises((UserError, SystemExit)) as refused:
         call(command, words_of(command, flag, value))
@@ -100,7 +102,8 @@ def test_the_fields_with_paths_are_all_there():
 def test_a_field_with_a_url_is_refused(path):
     config = default_config()
     section, name = path.split('.')
-    for value in ('gs://bucket/a', 'log(s3://bucket/a)', 'hf://owner/name/task.py:build'):
+    url = 'az://bucket/a' if isinstance(FIELDS[path], Address) else 'gs://bucket/a'
+    for value in (url, 'log(s3://bucket/a)', 'hf://owner/name/task.py:build'):
         config[section][name] = value
         for check in (require_local_fields, validate):
             with pytest.raises(ConfigError, match=re.escape(f'{path}={value!r} is a URL, and a run needs a directory')):
@@ -142,9 +145,13 @@ def test_the_library_refuses_urls_as_the_commands_do(tmp_path):
         (lambda: areal_jax.train('gs://bucket/a', tmp_path / 'run'), 'config'),
         (lambda: areal_jax.evaluate('tiny_cpu', 'gs://bucket/a'), '--workdir'),
         (lambda: areal_jax.export(tmp_path, 'gs://bucket/a'), 'out'),
-        (lambda: areal_jax.export('gs://bucket/a', tmp_path / 'out'), 'workdir'),
-        (lambda: choose_source('gs://bucket/a'), '--model'),
     ):
         with pytest.raises(UserError, match=f'^{named}=gs://bucket/a is a URL'):
+            call()
+    for call, named in (
+        (lambda: areal_jax.export('az://bucket/a', tmp_path / 'out'), 'workdir'),
+        (lambda: choose_source('az://bucket/a'), '--model'),
+    ):
+        with pytest.raises(UserError, match=f'^{named}=az://bucket/a is a URL'):
             call()
     assert list(tmp_path.iterdir()) == []

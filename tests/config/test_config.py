@@ -26,7 +26,7 @@ def test_every_config_validates(name):
 def test_every_declared_default_is_of_its_type_and_allowed():
     assert {type(field).__name__ for field in FIELDS.values()} == {
         *('Integer', 'Real', 'Flag', 'Text', 'Path', 'Choice', 'ChoiceOrOwn', 'Lengths', 'Texts', 'Hosts', 'Options'),
-        *('GroupCount', 'Sources', 'FlagsText'),
+        *('GroupCount', 'Sources', 'FlagsText', 'Address'),
     }
     for path, field in FIELDS.items():
         field.require_type(path, field.default)
@@ -120,7 +120,7 @@ BAD = [
     ),
     (
         _DELTA | {'cluster.learner': 'hosts=2 x fsdp=2'},
-        r"learner='hosts=2 x fsdp=2': each process writes its own leaves",
+        r"learner='hosts=2 x fsdp=2': each process writes its own leaves, .* use publication\.channel='stream', or",
     ),
     (
         _DELTA | {'rollout.server': 'external', 'rollout.urls': ('vllm+http://a:1',)},
@@ -132,8 +132,13 @@ BAD = [
         r"channel='shm' with rollout\.server='vllm': these servers load directories of files; use .*='files', or ",
     ),
     (
-        _SERVERS | {'publication.channel': 'stream', 'cluster.learner': 'hosts=1 x data=1'},
-        r"channel='stream' with cluster\.learner='hosts=1 x data=1': learners in roles .* use publication\.channel=",
+        _SERVERS | {'publication.channel': 'stream', 'publication.listen': 'own'},
+        r"listen='own' with cluster\.learner='data=1': it is for learners with hosts=; name an interface",
+    ),
+    (
+        _SERVERS
+        | {'publication.channel': 'stream', 'cluster.learner': 'hosts=2 x data=2', 'publication.listen': '10.0.0.1:70'},
+        r"listen='10\.0\.0\.1:70' with .*: 2 processes cannot listen at one port; use 'own', or no port",
     ),
     ({'publication.listen': 'node:port'}, r"listen='node:port' must be a host or host:port, with brackets"),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),

@@ -22,9 +22,13 @@ from areal_jax.errors import UserError
 ROOT = pathlib.Path(__file__).parents[2]
 CLIENTS = {client.name: client for kind in SERVERS.values() for client in kind.clients}
 NAMES = {*SERVERS, *CHANNELS, *CLIENTS}
-# 'files' of a dictionary of results, 'device' of an axis of places, and 'stream' of prompts and of answers over HTTP
-# are other words
-OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/rules.py': {'device'}} | {
+# 'files' of a dictionary of results, 'device' of an axis of places, 'own' of publication.listen, and 'stream' of prompts
+# and of answers over HTTP are other words
+OTHER_WORDS = {
+    'areal_jax/app/evaluate/evaluate.py': {'files'},
+    'areal_jax/sharding/rules.py': {'device'},
+    'areal_jax/config/addresses.py': {'own'},
+} | {
     f'areal_jax/{path}.py': {'stream'}
     for path in (
         *('app/run/supervised', 'checkpoint/store', 'control/controller'),

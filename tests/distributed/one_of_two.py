@@ -1,6 +1,7 @@
 """One of two processes of four CPU devices each, for test_two_processes.py: INDEX PORT DIRECTORY WHAT.
 
-WHAT is 'train', or 'not finite' weights on process 1, or 'leader dies' | 'follower dies' | 'follower hangs' in the
+WHAT is 'train', or 'routes', the same update made with all groups in both processes and then led by process 0, with
+recorded routes; or 'not finite' weights on process 1, or 'leader dies' | 'follower dies' | 'follower hangs' in the
 middle of an update; or, with steps in the store DIRECTORY/store, 'restore', or 'follower dies writing' | 'follower may
 not write' its shards of the second. 'publish' writes versions of the weights to files; 'remote' waits for a controller
 that has no learner.
@@ -38,6 +39,9 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
         params = PARAMS | {'embedding': PARAMS['embedding'].at[-1, 0].set(np.nan)}
     shares = {'publication': 'leaves' if what in ('publish', 'remote') else 'gathered'}
     optimizer = ADAM if what == 'restore' else SGD
+    if what == 'routes':
+        _compare(index, directory)
+        return
     learner = make_learner(fsdp=8, layers='stacked', params=params, optimizer=optimizer, changes=shares)
     if shares['publication'] == 'leaves':
         _publish(index, directory, learner, what)
@@ -84,6 +88,27 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     (directory / 'results.pickle').write_bytes(pickle.dumps(jax.tree.map(np.asarray, results)))
 
 
+def _compare(index: int, directory: pathlib.Path) -> None:
+    """Notes the metrics of both updates, as process 0 has them, and this process's shards after them."""
+    from areal_jax.distributed.peers import Peers
+    from areal_jax.distributed.remote_learner import CommandLeader, follow
+    from areal_jax.distributed.rendezvous import accept_invitation, invite
+    from tests.learning.test_routes import FOREIGN, make_learner
+
+    make = lambda: make_learner(fsdp=8, rows_per_microbatch=8, n_minibatches=2, kl_coefficient=0.1)
+    everywhere, led = make(), make()
+    metrics = [dict(everywhere.update(FOREIGN, 2))]
+    if index:
+        follow(led, accept_invitation('', DEADLINE_S), deadline_s=DEADLINE_S)
+    else:
+        leader = CommandLeader(led, Peers(invite('127.0.0.1', directory, '', DEADLINE_S), deadline_s=DEADLINE_S))
+        metrics.append(dict(leader.update(FOREIGN, 2)))
+        leader.close()
+    leaves = [jax.tree.leaves((each.state.params, each.state.optimizer)) for each in (everywhere, led)]
+    shards = [[np.asarray(shard.data) for leaf in each for shard in leaf.addressable_shards] for each in leaves]
+    (directory / f'compared_{index}.pickle').write_bytes(pickle.dumps((metrics, shards)))
+
+
 def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     """Two versions, before and after an update; each process notes the bytes that it has fetched to its host."""
     from areal_jax.distributed.remote_learner import follow
@@ -97,8 +122,7 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     placement.multihost_utils = None  # nothing is gathered
     serve = functools.partial(follow, learner, versions=PartWriter(CONFIG))
     if what == 'remote':
-        met = _wait_for_controller(index, directory)
-        serve(met.connection, met.hello.role, reports=index == 0)
+        _serve_controller(serve, index, directory)
     elif index:
         from areal_jax.distributed.rendezvous import accept_invitation
 
@@ -108,13 +132,14 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     (directory / f'fetched_{index}.json').write_text(json.dumps(fetched))
 
 
-def _wait_for_controller(index: int, directory: pathlib.Path):
+def _serve_controller(serve, index: int, directory: pathlib.Path) -> None:
     from areal_jax.distributed.handshake import Hello, Listener, key_path, load_key
 
     with Listener('127.0.0.1', 0, load_key(key_path(directory)), Hello(f'learner {index}', '')) as listener:
         (directory / f'address_{index}.partial').write_text(listener.address)
         (directory / f'address_{index}.partial').rename(directory / f'address_{index}')
-        return listener.accept(DEADLINE_S)
+        met = listener.accept(DEADLINE_S)
+        serve(met.connection, met.hello.role, reports=index == 0, listener=listener, deadline_s=DEADLINE_S)
 
 
 def _lead_publication(directory: pathlib.Path, learner) -> None:
@@ -140,9 +165,9 @@ def _arrange(learner, what: str) -> None:
     from areal_jax.distributed import remote_learner
 
     if what == 'follower dies':
-        learner.update = lambda *_: os._exit(9)
+        learner.repeat_passes = lambda: os._exit(9)
     if what == 'follower hangs':
-        learner.update = lambda *_: time.sleep(3600)
+        learner.repeat_passes = lambda: time.sleep(3600)
     whole = remote_learner.write_shards
 
     def second(directory, leaves):

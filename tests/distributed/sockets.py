@@ -3,11 +3,16 @@
 import os
 import socket
 
-from areal_jax.distributed.peers import Connection
+from areal_jax.distributed.peers import Connection, Part
+
+
+def seal(connection: Connection, part: Part) -> bytes:
+    """The bytes of a part as the next one on this connection."""
+    return connection.seal(part) + b''.join(part.content)
 
 
 def send_raw(connection: Connection, content: bytes) -> None:
-    """Sends bytes that are no frame, or that were sealed before."""
+    """Sends bytes that are no part of a message, or that were sealed before."""
     with _socket_of(connection) as own:
         own.sendall(content)
 

@@ -22,6 +22,7 @@ from areal_jax.distributed.messages import (
     describe_arrays,
     encode,
     encode_message,
+    encode_parts,
 )
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
@@ -128,7 +129,7 @@ def test_messages_come_out_as_they_were():
     command = Message('checkpoint', 7, Command('write_shards', ('/x', np.ones(2)), 'checkpoint'))
     answers = [Answer({'loss': 0.5}), Answer(None, Failure('ValueError', 'bad', False, True))]
     for message in (command, *(Message('learner', 1, answer) for answer in answers)):
-        _same(decode_message(encode_message(message)), message)
+        _same(decode_message(b''.join(encode_message(message))), message)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,18 @@ def test_messages_come_out_as_they_were():
 def test_other_types_do_not_travel(value):
     with pytest.raises(CodecError, match='travel'):
         encode(value)
+
+
+@pytest.mark.parametrize(
+    'place', [np.s_[:], np.s_[:, 1:3], np.s_[:, [0, 3]], np.s_[:, :, ::2], np.s_[:0, 1:3], np.s_[2]]
+)
+def test_cuts_of_an_array_travel_and_rows_of_a_batch_are_not_copied(place):
+    whole = np.arange(5 * 4 * 6, dtype=np.int32).reshape(5, 4, 6)
+    cut = whole[place]
+    np.testing.assert_array_equal(decode(encode(cut)), cut)
+    if place in (np.s_[:], np.s_[:, 1:3]):
+        pieces = encode_parts(cut)[3:-1]
+        assert all(np.shares_memory(whole, np.frombuffer(piece, np.uint8)) for piece in pieces)
 
 
 def _forged(header) -> bytes:

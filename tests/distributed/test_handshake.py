@@ -15,7 +15,7 @@ import pytest
 
 from areal_jax.distributed import handshake, peers
 from areal_jax.distributed.handshake import Hello, KeyFileError, Listener, connect, digest_config, key_path, load_key
-from areal_jax.distributed.peers import Frame, WireError, WrongKeyError, send_all
+from areal_jax.distributed.peers import WireError, WrongKeyError, cut_parts, send_all
 from areal_jax.errors import LostPeerError, UserError
 
 _KEY, _CONFIG = bytes(range(32)), digest_config({'run': {'steps': 3}})
@@ -33,18 +33,18 @@ def test_two_roles_of_a_run_meet_and_speak(listener):
     ours = listener.accept(5)
     assert (ours.hello, theirs.hello) == (_CONTROLLER, _LEARNER)
     for one, other in ((ours, theirs), (theirs, ours)):
-        assert send_all([one.connection], Frame.of(b'hello'), 5) == {}
-        assert other.connection.receive().body == b'hello'
+        assert send_all([one.connection], [b'hello'], 5) == {}
+        assert other.connection.receive() == b'hello'
 
 
 def test_each_connection_has_keys_of_its_own(listener):
     first, second = (connect(listener.address, _KEY, _CONTROLLER, 5).connection for _ in range(2))
     accepted = [listener.accept(5).connection for _ in range(2)]
-    frame = Frame.of(b'hello')
     for senders, receivers in (((first, second), accepted), (accepted, (first, second))):
-        assert send_all(senders, frame, 5) == {}
-        assert [one.receive().body for one in receivers] == [b'hello'] * 2
-    assert len({one.seal(frame)[-32:] for one in (first, second, *accepted)}) == 4  # the tags of one frame
+        assert send_all(senders, [b'hello'], 5) == {}
+        assert [one.receive() for one in receivers] == [b'hello'] * 2
+    part = next(cut_parts([b'hello'], 5))
+    assert len({one.seal(part)[-32:] for one in (first, second, *accepted)}) == 4  # the tags of one part
 
 
 def test_who_has_another_key_is_turned_away_and_told(listener):

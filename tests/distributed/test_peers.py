@@ -1,5 +1,5 @@
-"""Frames arrive as they were sent, once and in order; commands are serialised once, sent to all, relayed where they are
-large, and answered within a deadline; who is lost is named."""
+"""Messages arrive as they were sent, once and in order, whatever the size of their parts; commands are serialised once,
+sent to all or to each, and answered within a deadline; who is lost is named."""
 
 from __future__ import annotations
 
@@ -13,23 +13,18 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed import peers as module
-from areal_jax.distributed.handshake import Hello, Listener, connect
-from areal_jax.distributed.messages import CHECKPOINT, CLOSE, LEARNER, Answer, CodecError, Command
+from areal_jax.distributed.messages import CHECKPOINT, CLOSE, LEARNER, ROWS, Answer, CodecError, Command
 from areal_jax.distributed.peers import (
-    FANOUT,
-    LEAST_BYTES,
     CommandError,
     Connection,
-    Frame,
     Peer,
     Peers,
     WireError,
-    children_of,
+    cut_parts,
     make_pair,
     send_all,
 )
-from areal_jax.distributed.remote_learner import follow
-from tests.distributed.sockets import cut, send_raw
+from tests.distributed.sockets import cut, seal, send_raw
 
 
 class _Stub:
@@ -184,22 +179,90 @@ def test_closing_lets_the_others_return_and_leaves_no_thread():
     assert lost == []
 
 
-_FRAMES = [Frame.of(body) for body in (b'', b'first', bytes(range(256)) * 5000)]
+_MESSAGES = [b'', b'first', bytes(range(256)) * 5000]
 
 
-def test_frames_arrive_in_both_directions():
-    ours, theirs = make_pair()
+@pytest.mark.parametrize('part_bytes', [1 << 30, 100_000, 4_999])
+def test_messages_arrive_in_both_directions_whatever_the_size_of_their_parts(part_bytes):
+    ours, theirs = make_pair(part_bytes=part_bytes)
     for one, other in ((ours, theirs), (theirs, ours), (ours, theirs)):
         # the last is larger than what a socket buffers
         received = []
-        reader = threading.Thread(
-            target=lambda to=other, into=received: into.extend(to.receive().body for _ in _FRAMES)
-        )
+        reader = threading.Thread(target=lambda to=other, into=received: into.extend(to.receive() for _ in _MESSAGES))
         reader.start()
-        for frame in _FRAMES:
-            assert send_all([one], frame, 5) == {}
+        for message in _MESSAGES:
+            pieces = [message[:3], b'', memoryview(message)[3:]]
+            assert send_all([one], pieces, 5) == {}
         reader.join(5)
-        assert received == [frame.body for frame in _FRAMES]
+        assert received == _MESSAGES
+
+
+def test_parts_are_the_bytes_of_the_message_in_order_without_a_copy():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        buffers = [rng.bytes(int(size)) for size in rng.integers(0, 40, rng.integers(0, 6))]
+        most, whole = int(rng.integers(1, 60)), b''.join(buffers)
+        parts = list(cut_parts(buffers, most))
+        assert b''.join(piece for part in parts for piece in part.content) == whole
+        assert [part.size for part in parts] == [sum(map(len, part.content)) for part in parts]
+        assert [part.size for part in parts[:-1]] == [most] * (len(parts) - 1)
+        assert [part.left for part in parts] == [len(whole) - most * n for n in range(1, len(parts))] + [0]
+        assert all(any(piece.obj is buffer for buffer in buffers) for part in parts for piece in part.content)
+
+
+@pytest.mark.parametrize(
+    ('change', 'fault'),
+    [
+        (lambda one, two, other: one + other, 'does not continue its message'),
+        (lambda one, two, other: one + one, 'forged, repeated or out of order'),
+        (lambda one, two, other: two, 'forged, repeated or out of order'),
+    ],
+    ids=['of another message', 'again', 'left out'],
+)
+def test_a_part_that_does_not_come_next_is_refused(change, fault):
+    left, right = socket.socketpair()
+    keys = bytes(32), bytes(range(32))
+    first, second = (Connection(right, *keys) for _ in range(2))  # both begin to count at 0
+    one, two = (seal(first, part) for part in cut_parts([b'firstlast'], 5))
+    _, other = (seal(second, next(cut_parts([message], 5))) for message in (b'first', b'other'))
+    send_raw(first, change(one, two, other))
+    with pytest.raises(WireError, match=fault):
+        Connection(left, *reversed(keys)).receive()
+
+
+def test_a_part_above_the_limit_is_refused():
+    ours, theirs = make_pair(part_bytes=5)
+    send_raw(ours, ours.seal(next(cut_parts([bytes(6)], 6))))  # the body never comes, and is not waited for
+    with pytest.raises(WireError, match='a message of 6 bytes is above the limit of 5'):
+        theirs.receive()
+
+
+def test_a_process_that_dies_between_two_parts_is_noticed():
+    ours, theirs = make_pair(part_bytes=5)
+    send_raw(ours, seal(ours, next(cut_parts([b'firstlast'], 5))))
+    cut(ours)
+    with pytest.raises(EOFError):
+        theirs.receive()
+
+
+def test_each_process_gets_its_own_command_and_one_that_dies_is_named():
+    peers, stubs, lost = _peers(lambda _: None, lambda _: None, deadline_s=10)
+    peers.send_each([Command('rows', (np.full(9_000_000, index),), ROWS) for index in range(2)])
+    for index, stub in enumerate(stubs):
+        (values,) = stub.peer.take(ROWS, 5).content.args
+        assert (values == index).all()
+    stubs[1].theirs.sending.acquire()  # its end of the connection stays as it is
+    cut(stubs[1].theirs)
+    with pytest.raises(CommandError, match='learner 1 is gone'):
+        peers.send_each([Command('rows', (np.zeros(9_000_000),), ROWS)] * 2)
+    assert len(lost) == 1
+
+
+def test_the_first_process_gets_the_command_and_the_others_another():
+    peers, stubs, _ = _peers(*[lambda command: command.name] * 3)
+    answers = peers.call_led(Command('update', (3,)), Command('repeat'))
+    assert [answer.value for answer in answers] == ['update', 'repeat', 'repeat']
+    assert [stub.seen[0].args for stub in stubs] == [(3,), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +271,14 @@ def test_frames_arrive_in_both_directions():
         lambda first, second: first + first,  # again
         lambda first, second: second + first,  # in another order
         lambda first, second: second,  # one is left out
-        lambda first, second: first + bytes([second[0], *second[1:79], second[79] ^ 1, *second[80:]]),  # another tag
+        lambda first, second: first + bytes([*second[:87], second[87] ^ 1, *second[88:]]),  # another tag
         lambda first, second: first + second[:7] + bytes([second[7] ^ 1]) + second[8:],  # another length
     ],
     ids=['again', 'swapped', 'left out', 'tag', 'length'],
 )
 def test_what_the_other_end_did_not_send_next_is_refused(change):
     ours, theirs = make_pair()
-    first, second = (ours.seal(frame) + bytes(frame.body) for frame in (_FRAMES[1], Frame.of(b'second')))
+    first, second = (seal(ours, next(cut_parts([body], 100))) for body in (b'first', b'second'))
     send_raw(ours, change(first, second))
     with pytest.raises(WireError, match='forged, repeated or out of order'):
         [theirs.receive() for _ in range(2)]
@@ -223,17 +286,17 @@ def test_what_the_other_end_did_not_send_next_is_refused(change):
 
 def test_a_changed_body_is_refused():
     ours, theirs = make_pair()
-    send_raw(ours, ours.seal(_FRAMES[1]) + b'fIrst')
+    send_raw(ours, ours.seal(next(cut_parts([b'first'], 5))) + b'fIrst')
     with pytest.raises(WireError, match='changed on its way'):
         theirs.receive()
 
 
-def test_a_frame_is_not_accepted_back_or_on_another_connection():
+def test_a_message_is_not_accepted_back_or_on_another_connection():
     one_key, other_key, strange_key = (bytes([number]) * 32 for number in range(3))
-    sealed = Connection(socket.socket(), one_key, other_key).seal(_FRAMES[1]) + b'first'
+    sealed = seal(Connection(socket.socket(), one_key, other_key), next(cut_parts([b'first'], 5)))
     left, right = socket.socketpair()
     right.sendall(sealed)
-    assert Connection(left, other_key, one_key).receive().body == b'first'  # the other end
+    assert Connection(left, other_key, one_key).receive() == b'first'  # the other end
     left, right = socket.socketpair()
     back = Connection(left, one_key, other_key)  # the sender itself
     right.sendall(sealed)
@@ -246,33 +309,33 @@ def test_a_frame_is_not_accepted_back_or_on_another_connection():
         other.receive()
 
 
-def test_a_frame_above_the_limit_is_refused_by_both_ends_and_no_memory_is_taken():
+def test_a_message_above_the_limit_is_refused_by_both_ends_and_no_memory_is_taken():
     ours, theirs = make_pair(most_bytes=100)
     with pytest.raises(
         WireError, match=r'a message of 101 bytes is above the limit of 100: lower learner\.groups_per_update'
     ):
-        send_all([ours], Frame.of(bytes(101)), 5)
-    assert send_all([ours], Frame.of(b'nothing was sent before'), 5) == {}
-    assert theirs.receive().body == b'nothing was sent before'
-    send_raw(ours, ours.seal(Frame.of(bytes(101))))  # the body never comes, and is not waited for
+        send_all([ours], [bytes(100), b'x'], 5)
+    assert send_all([ours], [b'nothing was sent before'], 5) == {}
+    assert theirs.receive() == b'nothing was sent before'
+    send_raw(ours, ours.seal(next(cut_parts([bytes(101)], 50))))  # the body never comes, and is not waited for
     with pytest.raises(WireError, match='a message of 101 bytes is above the limit of 100'):
         theirs.receive()
 
 
 def test_one_that_reads_nothing_does_not_keep_the_others_waiting():
     pairs = [make_pair() for _ in range(4)]
-    frame, times = Frame.of(bytes(20_000_000)), {}
+    message, times = [bytes(20_000_000)], {}
     began = time.monotonic()
 
     def read(index):
         with contextlib.suppress(OSError):
-            assert pairs[index][1].receive().body == frame.body
+            assert pairs[index][1].receive() == message[0]
             times[index] = time.monotonic() - began
 
     readers = [threading.Thread(target=read, args=(index,), daemon=True) for index in (0, 1, 3)]
     for reader in readers:
         reader.start()
-    lost = send_all([ours for ours, _ in pairs], frame, 1.5)
+    lost = send_all([ours for ours, _ in pairs], message, 1.5)
     assert lost == {2: 'took in no message for 1.5 s'}
     for reader in readers:
         reader.join(5)
@@ -280,115 +343,11 @@ def test_one_that_reads_nothing_does_not_keep_the_others_waiting():
     assert max(times.values()) < 1.4
 
 
-def test_one_that_is_gone_is_named_and_the_others_get_the_frame():
+def test_one_that_is_gone_is_named_and_the_others_get_the_message():
     pairs = [make_pair() for _ in range(3)]
     pairs[1][1].close()
-    assert send_all([ours for ours, _ in pairs], Frame.of(b'x'), 5) == {1: 'is gone'}
-    assert [pairs[index][1].receive().body for index in (0, 2)] == [b'x', b'x']
+    assert send_all([ours for ours, _ in pairs], [b'x'], 5) == {1: 'is gone'}
+    assert [pairs[index][1].receive() for index in (0, 2)] == [b'x', b'x']
     pairs[0][0].close()
     with pytest.raises(EOFError):
         pairs[0][1].receive()
-
-
-_KEY = bytes(range(32))
-_LARGE = np.arange(LEAST_BYTES, dtype=np.int64)
-
-
-class _Learner:
-    def __init__(self, index):
-        self.index, self.seen = index, []
-
-    def update(self, batch, version):
-        self.seen.append((len(batch), int(batch[-1]), version))
-        return self.index
-
-
-class _Run:
-    """So many processes on threads, and the peers of their controller."""
-
-    def __init__(self, count, *, listens=True):
-        self.learners, self.lost, self._listeners, self.sent = [_Learner(i) for i in range(count)], [], [], []
-        named = []
-        for learner in self.learners:
-            listener = Listener('127.0.0.1', 0, _KEY, Hello(f'learner {learner.index}', ''))
-            self._listeners.append(listener)
-            threading.Thread(target=self._serve, args=(learner, listener if listens else None), daemon=True).start()
-            named.append((f'learner {learner.index}', self._connect(listener)))
-        self.connections = [connection for _, connection in named]
-        self.peers = Peers(named, deadline_s=20, on_lost=self.lost.append)
-
-    def _serve(self, learner, listener):
-        met = self._listeners[learner.index].accept(10)
-        follow(learner, met.connection, 'controller', reports=True, listener=listener, on_lost=lambda reason: None)
-
-    def _connect(self, listener):
-        return connect(listener.address, _KEY, Hello('controller', ''), 10).connection
-
-    def update(self, batch, version):
-        return [answer.value for answer in self.peers.call_all(Command('update', (batch, version)))]
-
-    def close(self):
-        self.peers.close()
-        for listener in self._listeners:
-            listener.close()
-
-
-def test_every_process_is_reached_along_exactly_one_way():
-    for count in (1, 4, 5, 6, 20, 64, 85, 512):
-        reached = [child for index in range(-1, count) for child in children_of(index, count)]
-        assert sorted(reached) == list(range(count))
-        assert all(len(children_of(index, count)) <= FANOUT for index in range(-1, count))
-
-
-@pytest.fixture
-def sizes(monkeypatch):
-    """The number of processes to which each frame of a controller went."""
-    found, send_all = [], module.send_all
-    names = {'MainThread'}
-
-    def send(connections, frame, deadline_s):
-        if threading.current_thread().name in names:
-            found.append(len(connections))
-        return send_all(connections, frame, deadline_s)
-
-    monkeypatch.setattr(module, 'send_all', send)
-    return found
-
-
-def test_a_large_command_goes_to_a_few_and_is_passed_on_and_a_small_one_goes_to_all(sizes):
-    run = _Run(22)  # three levels: 4, 16, 2
-    run.peers.arrange_relays()
-    sizes.clear()
-    for version, batch in enumerate((_LARGE, np.arange(3), _LARGE + 1)):
-        assert run.update(batch, version) == list(range(22))
-    assert sizes == [FANOUT, 22, FANOUT]
-    for learner in run.learners:
-        assert learner.seen == [
-            (LEAST_BYTES, LEAST_BYTES - 1, 0), (3, 2, 1), (LEAST_BYTES, LEAST_BYTES, 2)
-        ]  # fmt: skip
-    run.close()
-    assert run.lost == []
-
-
-@pytest.mark.parametrize(('count', 'listens'), [(FANOUT, True), (6, False)])
-def test_few_processes_and_such_that_do_not_listen_get_everything_directly(sizes, count, listens):
-    run = _Run(count, listens=listens)
-    run.peers.arrange_relays()
-    sizes.clear()
-    assert run.update(_LARGE, 1) == list(range(count))
-    assert sizes == [count]
-    run.close()
-
-
-@pytest.mark.parametrize('index', [1, 9])
-def test_a_process_that_dies_is_named_wherever_it_is(index):
-    run = _Run(10)
-    run.peers.arrange_relays()
-    run.update(_LARGE, 0)
-    threading.Timer(0.1, cut, [run.connections[index]]).start()
-    for learner in run.learners:
-        learner.update = lambda *_: time.sleep(0.5)
-    with pytest.raises(CommandError, match=f'learner {index} is gone'):
-        run.update(_LARGE, 1)
-    run.close()
-    assert len(run.lost) == 1

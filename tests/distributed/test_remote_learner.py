@@ -15,16 +15,19 @@ import pytest
 from areal_jax.checkpoint.shards import ArrayShape
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.distributed import remote_learner as remote_module
+from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import Command, RemoteError, RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import CommandError, Peers, make_pair
 from areal_jax.distributed.remote_learner import CommandLeader, RemoteChannel, RemoteLearner, follow
 from areal_jax.errors import LostPeerError, UserError
+from areal_jax.learning.led_passes import Told
 from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.host_shards import HostShards
 from tests.distributed.sockets import cut
 from tests.learning.examples import random_groups
 
+_KEY = bytes(range(32))
 _WHOLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
@@ -38,6 +41,7 @@ class _Learner:
         if name.startswith('_'):
             raise AttributeError(name)
         results = {
+            'lead': None, 'follow': None, 'repeat_passes': None, 'read_tokens': [[]],
             'warm_up': 7, 'price': UpdatePrice('ordinary', 2, False), 'update': {'loss/value': 0.5, 'ages': [1.0, 2]},
             'evaluate': {'nll': 1.5}, 'score': np.float32([1, 2]) + self.index, 'publish': {'w': self.index},
             'restore': None, 'require_finite': None,
@@ -79,31 +83,50 @@ class _Versions:
 def processes():
     """(RemoteLearner, its Peers, the learners, the writers of versions, what was lost)."""
     learners, writers, named, lost = [_Learner(0), _Learner(1)], [_Versions(0), _Versions(1)], [], []
-    for index in range(2):
-        ours, theirs = make_pair()
-        options = {'versions': writers[index], 'reports': index == 0, 'on_lost': lambda reason: None}
-        threading.Thread(
-            target=follow, args=(learners[index], theirs, 'controller'), kwargs=options, daemon=True
-        ).start()
-        named.append((f'learner {index}', ours))
+    listeners = [Listener('127.0.0.1', 0, _KEY, Hello(f'learner {index}', '')) for index in range(2)]
+
+    def serve(index):
+        met, options = listeners[index].accept(10), {'versions': writers[index], 'reports': index == 0}
+        follow(
+            learners[index],
+            met.connection,
+            'controller',
+            listener=listeners[index],
+            on_lost=lambda reason: None,
+            **options,
+        )
+
+    for index, listener in enumerate(listeners):
+        threading.Thread(target=serve, args=(index,), daemon=True).start()
+        connection = connect(listener.address, _KEY, Hello('controller', ''), 10).connection
+        named.append((f'learner {index}', connection))
     peers = Peers(named, deadline_s=10, on_lost=lost.append)
-    yield RemoteLearner(peers), peers, learners, writers, lost
+    learner = RemoteLearner(peers)
+    for each, first in zip(learners, ('lead', 'follow'), strict=True):
+        name, (each.rows,) = each.calls.pop(0)
+        assert name == first
+    yield learner, peers, learners, writers, lost
     peers.close()
+    for listener in listeners:
+        listener.close()
     assert lost == []
 
 
-def test_every_process_executes_every_command_and_the_first_one_answers(processes):
+def test_every_process_executes_every_command_the_first_alone_gets_groups_and_answers(processes):
     learner, _, learners, _, _ = processes
     groups = random_groups(3, 2)
     assert learner.warm_up() == 7
     assert learner.update(groups, 4) == {'loss/value': 0.5, 'ages': [1.0, 2]}
     assert learner.evaluate(groups) == {'nll': 1.5}
     np.testing.assert_array_equal(learner.score(3, np.arange(2), np.arange(2)), np.float32([1, 2]))
+    assert learner.read_tokens([3]) == [[]]
     learner.require_finite('the weights', 'mend them')
     assert learner.publish(5).version == 5
-    names = ['price', 'warm_up', 'update', 'evaluate', 'score', 'require_finite', 'publish']
-    assert [[name for name, _ in each.calls] for each in learners] == [names, names]
-    (sent, version), expected = learners[1].calls[2][1], groups
+    names = ['price', 'warm_up', 'update', 'evaluate', 'score', 'read_tokens', 'require_finite', 'publish']
+    others = ['price', 'warm_up', *['repeat_passes'] * 3, 'require_finite', 'publish']
+    assert [[name for name, _ in each.calls] for each in learners] == [names, others]
+    assert learners[1].calls[2:5] == [('repeat_passes', ())] * 3
+    (sent, version), expected = learners[0].calls[2][1], groups
     assert version == 4
     for one, other in zip(sent, expected, strict=True):
         for found, wanted in zip(one.trajectories, other.trajectories, strict=True):
@@ -132,8 +155,8 @@ def test_tokens_of_an_update_are_counted_without_sending_it(processes):
 )
 def test_an_error_of_all_is_that_of_the_first_process(processes, error, raised, message):
     learner, _, learners, _, _ = processes
-    for each in learners:
-        each.errors['update'] = error
+    for each, name in zip(learners, ('update', 'repeat_passes'), strict=True):
+        each.errors[name] = error
     with pytest.raises(raised, match=message):
         learner.update([], 1)
     assert learner.warm_up() == 7  # the next command works
@@ -261,8 +284,18 @@ class _Recorder:
     def __init__(self):
         self.calls: list = []
 
+    def lead(self, send):
+        self.send = send
+
+    def follow(self, receive):
+        self.receive = receive
+
+    def repeat_passes(self):
+        self.calls.append(('repeat_passes', self.receive()))
+
     def update(self, groups, version):
         self.calls.append(('update', groups, version))
+        self.send([Told(('step', version), [(8, 4)], {'tokens': 0}, {'0': _WHOLE[:, :1]})])
         if version < 0:
             raise ValueError(f'version={version}')
         return {'loss/value': 1.0}
@@ -272,12 +305,15 @@ class _Recorder:
         return version
 
 
-def _pair(leader_learner, follower_learner, deadline_s=5.0):
+def _pair(leader_learner, follower_learner, deadline_s=5.0, rows_deadline_s=None):
     ours, theirs = make_pair()
     lost: list[str] = []
     # a daemon, so that a failing test does not keep the process
     thread = threading.Thread(
-        target=follow, args=(follower_learner, theirs), kwargs={'on_lost': lost.append}, daemon=True
+        target=follow,
+        args=(follower_learner, theirs),
+        kwargs={'on_lost': lost.append, 'deadline_s': rows_deadline_s},
+        daemon=True,
     )
     thread.start()
     peers = Peers([('follower 1', ours)], deadline_s=deadline_s, on_lost=lost.append)
@@ -292,7 +328,11 @@ def test_followers_do_what_is_said_in_that_order():
     leader.close()
     thread.join(5)
     assert not thread.is_alive()
-    assert one.calls == other.calls == [('update', ['group'], 3), ('publish', 4)]
+    assert one.calls == [('update', ['group'], 3), ('publish', 4)]
+    (repeated, told), published = other.calls
+    assert (repeated, *published) == ('repeat_passes', 'publish', 4)
+    assert told[:3] == (('step', 3), [(8, 4)], {'tokens': 0})
+    np.testing.assert_array_equal(told.new['0'], _WHOLE[:, :1])
     assert lost == []
 
 
@@ -304,6 +344,18 @@ def test_an_error_of_all_is_that_of_process_0_and_the_next_command_works():
     leader.close()
     thread.join(5)
     assert lost == []
+
+
+def test_a_follower_without_rows_gives_up_within_the_deadline():
+    silent = _Recorder()
+    silent.lead = lambda send: setattr(silent, 'send', lambda values: None)
+    leader, _, _ = _pair(silent, _Recorder(), rows_deadline_s=0.2)
+    with pytest.raises(
+        CommandError,
+        match=r"follower 1 failed at the command 'update' .* process 0 sent no rows for distributed.*=0\.2$",
+    ):
+        leader.update([], 1)
+    leader.close()
 
 
 class _Saver(_Recorder):

@@ -59,6 +59,20 @@ def test_two_processes_equal_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_from_process_0_make_the_update_of_two_processes_that_each_pack_everything(tmp_path):
+    processes = _start(tmp_path, 'routes')
+    errors = [p.communicate(timeout=300)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], errors
+    for index in range(2):
+        metrics, (everywhere, led) = pickle.loads((tmp_path / f'compared_{index}.pickle').read_bytes())
+        assert metrics[0] == metrics[-1]
+        assert metrics[0]['routes/recorded'] == 1
+        assert len(everywhere) == len(led) > 20
+        for expected, found in zip(everywhere, led, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
 def test_what_one_process_holds_is_refused_by_all(tmp_path):
     processes = _start(tmp_path, 'not finite')
     errors = [p.communicate(timeout=300)[1] for p in processes]

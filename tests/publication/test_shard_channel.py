@@ -1,6 +1,7 @@
 """Versions that every process of a learner sends: bit for bit, whole and as changes, and what a failure leaves."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from areal_jax.publication.carriers.stream_receiver import Reader, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.publication.manifest import device_manifest, finite_host_manifest, finite_shard_manifest, merge_shards
+from areal_jax.publication.record import Record
 from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.shard_channel import ShardChannel, ShardSender, take_shards
 from areal_jax.publication.shard_plan import divide_leaves, layouts_of
@@ -195,13 +197,18 @@ def test_nan_is_told_with_its_leaf():
 
 
 def test_records_that_do_not_fit_together_are_refused():
+    """One process says that its changes are a whole version, another one stops at the version before."""
     carriers = [Carrier() for _ in range(PROCESSES)]
     channel, _ = open_channel(carriers)
     made = versions(2)
     published = [channel.transfer(version, over(params)) for version, params in enumerate(made)]
-    carriers[2].records[1] = carriers[2].records[0]
     reader = WeightsReader(ShardReceiver(carriers), jax.devices()[0])
-    with pytest.raises(PublicationError, match='do not fit together'):
+    carriers[2].damage = lambda record: Record(dataclasses.replace(record.header, base=None), record.parts)
+    with pytest.raises(PublicationError, match='do not fit together: delta 1, delta 1, whole 1, delta 1'):
+        reader.receive(1, published[1].manifest_hash)
+    carriers[2].damage = lambda record: record
+    carriers[2].records[1] = carriers[2].records[0]
+    with pytest.raises(PublicationError, match='do not fit together: some sent fewer'):
         reader.receive(1, published[1].manifest_hash)
 
 
@@ -254,6 +261,8 @@ def test_digests_on_devices_are_the_digests_of_the_host():
         assert found == finite_host_manifest(values, 0)
         manifest |= found
     assert merge_shards(manifest) == device_manifest(params)
+    with pytest.raises(PublicationError, match='version 3: 2 of the 6 values'):
+        finite_shard_manifest({'norm': jnp.array([1, 2, jnp.nan, 4, jnp.inf, 6])}, 3)
 
 
 def test_over_sockets(tmp_path_factory):

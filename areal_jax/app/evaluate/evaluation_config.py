@@ -10,6 +10,7 @@ from typing import Literal
 from ml_collections import config_dict
 
 from areal_jax import files
+from areal_jax.app.workdir.mirrored_run import is_directory_of_copies
 from areal_jax.config import CONFIG
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ConfigError
@@ -19,7 +20,10 @@ from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.user_lines import read_objects
 
 Source = Literal['run', 'hf', 'gguf']  # of model.source
-_KINDS = 'the --workdir of a run, one of its checkpoints, hf:ORG/NAME, a directory of its files, or a GGUF file'
+_KINDS = (
+    'the --workdir or run.mirror of a run, one of its checkpoints, hf:ORG/NAME, a directory of its files, or a GGUF '
+    'file'
+)
 _GGUF_MAGIC = b'GGUF'
 _STEP = re.compile(r'step_(\d{8,})(_\d+)?$')
 
@@ -29,6 +33,8 @@ def choose_source(name: str) -> tuple[Source, str]:
 
     Raises ConfigError for any other path.
     """
+    if files.is_address(name):
+        return 'run', name
     files.require_local('--model', name)
     if name.startswith(PACKAGE):
         return 'gguf', name
@@ -42,6 +48,8 @@ def choose_source(name: str) -> tuple[Source, str]:
     if not path.is_dir():
         raise ConfigError(f'--model={name}: there is no such file or directory; give {_KINDS}')
     if read_version(path) is not None and (path.resolve().parents[1] / CONFIG).is_file():
+        return 'run', name
+    if is_directory_of_copies(path):
         return 'run', name
     if not (path / CONFIG).is_file():
         raise ConfigError(f'--model={name}: the directory has no {CONFIG}; give {_KINDS}')

@@ -19,7 +19,9 @@ from areal_jax.app.model.model import EarlierRun, Model, describe_model
 from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
 from areal_jax.app.workdir.environment import package_versions
+from areal_jax.app.workdir.mirrored_run import copy_export
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, WEIGHTS, Values, read_report
+from areal_jax.checkpoint.mirror import MirrorError
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.kinds import find_server
@@ -461,7 +463,8 @@ def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrup
     told = threading.Event()
     with keep_name(process, config):
         await_controller(process, config, config.distributed.command_deadline_s)
-        exporter = Exporter(process.workdir, config.run.export_every, config.run.steps, config.run.export_dtype)
+        run = config.run
+        exporter = Exporter(process.workdir, run.export_every, run.steps, run.export_dtype, run.mirror)
         with interrupts.deferred(lambda number: told.set(), 'ending after this export'):
             return _export_until_told(exporter, told)
 
@@ -486,10 +489,12 @@ class Exporter:
     Args:
       steps: updates of the run; the weights of the last one are in WORKDIR/export.
       dtype: of the weights.
+      mirror: run.mirror, which gets a copy of each; '' = none.
     """
 
-    def __init__(self, workdir: pathlib.Path, every: int, steps: int, dtype: str):
+    def __init__(self, workdir: pathlib.Path, every: int, steps: int, dtype: str, mirror: str = ''):
         self._workdir, self._every, self._steps, self._dtype = workdir, every, steps, dtype
+        self._mirror = mirror
         self._store = CheckpointStore(workdir / CHECKPOINTS)
         self._given_up: set[str] = set()  # names of checkpoints
 
@@ -519,6 +524,14 @@ class Exporter:
             print(f'warning: version {step} is not exported: {error}{fix}', flush=True)
         else:
             print(f'version {step} is in {out}', flush=True)
+            if self._mirror:
+                self._copy(out, step)
+
+    def _copy(self, out: pathlib.Path, step: int) -> None:
+        try:
+            copy_export(self._mirror, self._workdir, out, step)
+        except MirrorError as error:
+            print(f'warning: version {step} is not in run.mirror: {error}', flush=True)
 
     def _is_exported(self, step: int, path: pathlib.Path) -> bool:
         """Whether the export is no older than the checkpoint: both are on one file system, and so share one clock."""

@@ -10,6 +10,7 @@ import re
 from ml_collections import config_dict
 
 from areal_jax import files
+from areal_jax.app.workdir.mirrored_run import locate_run
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten, validate
@@ -38,8 +39,11 @@ _READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_token
 
 
 def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
-    """Splits a path to either into (workdir, name of the checkpoint's directory); the name is None for a workdir."""
-    given = pathlib.Path(path)
+    """Splits a path to either into (workdir, name of the checkpoint's directory); the name is None for a workdir.
+
+    A run in a mirror is fetched first; see locate_run.
+    """
+    given = locate_run(path)
     whole = given.absolute()
     if whole.parent.name == CHECKPOINTS and re.fullmatch(r'step_\d+(_\d+)?', whole.name):
         return given.parent.parent if len(given.parts) > 2 else whole.parent.parent, whole.name

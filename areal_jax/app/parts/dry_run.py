@@ -14,12 +14,13 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts.sizes import Sizes, fits, measure, sizes_of_engines, sum_parts, tell_excess, usable_bytes
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines, parse_learner
-from areal_jax.config.kinds import IN_PROCESS, find_server
+from areal_jax.config.kinds import IN_PROCESS, find_channel, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.learning.diagnostics.measurement import active_parameters
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.weights import logical_axes
+from areal_jax.models.weights import leaf_dtype, logical_axes
+from areal_jax.publication.shard_plan import divide_leaves, layouts_of
 from areal_jax.sharding.rules import Allocation, allocate, mesh_of, param_shardings, path_name
 from areal_jax.telemetry.progress import format_bytes
 
@@ -107,6 +108,8 @@ def describe_run(planned: DryRun) -> str:
     for name, parts in of_device.items():
         if parts:
             lines += ['', *_table((name, 'bytes'), _size_rows(parts))]
+    if shares := count_sent_bytes(planned):
+        lines += ['', *_tell_links(shares, parse_engines(planned.config.cluster.engines).count)]
     return '\n'.join(lines)
 
 
@@ -145,6 +148,44 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for line in (head, *rows):
         yield '  '.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+
+
+def count_sent_bytes(planned: DryRun) -> dict[int, int]:
+    """Returns the bytes of a whole version that each process of the learner sends to each engine.
+
+    Empty unless several processes send their shards, see publication/shard_plan.py.
+    """
+    config, mesh, decoder = planned.config, planned.allocation.learner, Decoder(planned.shape)
+    learner = parse_learner(config.cluster.learner)
+    if learner.processes == 1 or not find_channel(config.publication.channel).sends_records:
+        return {}
+    placed = param_shardings(decoder.abstract(), logical_axes(planned.shape), mesh, config.cluster.strategy)
+
+    def describe(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, over: jax.sharding.Sharding) -> object:
+        dtype = leaf_dtype(path_name(path), config.publication.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, jax.numpy.dtype(dtype), sharding=over)
+
+    order = sorted(mesh.devices.flat, key=lambda device: device.id)  # processes have their devices one after the other
+    process_of = {device: place // learner.devices_per_process for place, device in enumerate(order)}
+    copy = jax.tree_util.tree_map_with_path(describe, decoder.abstract(), placed)
+    layouts = layouts_of(copy, process_of.__getitem__)
+    return {
+        process: sum(shard.size * layouts[shard.path].itemsize for shard in shards)
+        for process, shards in divide_leaves(layouts).items()
+    }
+
+
+def _tell_links(shares: Mapping[int, int], engines: int) -> Iterator[str]:
+    """Yields what a whole version takes: the bytes of each link, of the busiest process and of each engine."""
+    busiest = max(shares, key=shares.__getitem__)
+    yield (
+        f'a whole version: at most {format_bytes(shares[busiest])} from each of {len(shares)} learner processes to '
+        f'each of {engines} engines'
+    )
+    yield (
+        f'learner process {busiest} sends most, {format_bytes(engines * shares[busiest])}; each engine receives '
+        f'{format_bytes(sum(shares.values()))}'
+    )
 
 
 # The verdict for an accelerator.

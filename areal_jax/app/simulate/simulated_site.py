@@ -54,7 +54,7 @@ from areal_jax.config.declarations import ROOFLINE, TASK, VIRTUAL
 from areal_jax.config.drawn_lengths import Lengths, parse_lengths
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.generation import uses_servers
-from areal_jax.config.kinds import DEVICE, FILES, OWN, find_server
+from areal_jax.config.kinds import DEVICE, FILES, OWN, find_channel, find_server
 from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import Price, VirtualClock
@@ -92,6 +92,7 @@ from areal_jax.simulation.prices import (
     ModelShape,
     Reached,
     RooflineSettings,
+    StreamLinks,
     build_cluster,
     check_memory,
     find_chip,
@@ -111,10 +112,11 @@ from areal_jax.types import Prompt, PublishedWeights, Tree
 _LONGEST = 1 << 30  # of an answer, before its limit is applied
 # fields of work that a simulation omits or does differently
 _FIXED: Mapping[str, object] = {
-    'run.clock': 'virtual', 'run.export': False, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
-    'rollout.record_routes': False, 'learner.routes': 'live',
+    'run.clock': 'virtual', 'run.export': False, 'run.mirror': '', 'diagnostics.ratio_sample': 0.0,
+    'telemetry.profile_steps': (), 'rollout.record_routes': False, 'learner.routes': 'live',
 }  # fmt: skip
-# every kind of server is simulated as a server of this project; the transport of versions is only a price
+# every kind of server is simulated as a server of this project; the transport of versions is only a price, of sockets
+# or of the networks of the devices
 _AS_SERVERS: Mapping[str, object] = {
     'rollout.server': OWN.name, 'rollout.urls': (), 'publication.channel': FILES.name,
 }  # fmt: skip
@@ -151,6 +153,8 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     with changed.unlocked():
         is_alone = find_server(config.rollout.server).in_process
         changed.update_from_flattened_dict({**_FIXED, **(_AS_ENGINES if is_alone else _AS_SERVERS)})
+        if find_channel(config.publication.channel).uses_network and not is_alone:
+            changed.publication.channel = config.publication.channel
     return changed.lock()
 
 
@@ -260,6 +264,9 @@ def _read_roofline(config: TrackedConfig, engines: int) -> RooflineSettings:
         load_s=ours.load_s,
         switch_s=ours.switch_s,
         optimizer_steps=learner.n_minibatches * learner.epochs,
+        stream=StreamLinks(parse_learner(config.cluster.learner).processes, ours.link_bytes_s)
+        if find_channel(config.publication.channel).uses_network
+        else None,
     )
 
 

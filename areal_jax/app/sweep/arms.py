@@ -191,6 +191,9 @@ def _build_arm(
     flags.DEFINE_string('workdir', None, '', flag_values=values)
     config = parse_train_command([TRAINER, *arguments], values).config
     _require_as_given(config, wanted)
+    if mirror := config.run.mirror:  # each arm is a run, which needs its own
+        config.run.mirror = f'{mirror}/{name}'
+        arguments += (f'--config.run.mirror={mirror}/{name}',)
     _require_one_process(config)
     return Arm(name, workdir, own, arguments, config)
 

@@ -42,7 +42,7 @@ _MAY_CHANGE = (
     *('learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.sandbox', 'task.max_filtered_groups'),
-    *('run.compilation_', 'run.export', 'server.'),
+    *('run.compilation_', 'run.export', 'run.mirror', 'server.'),
     # the servers may be different ones
     *('rollout.urls', 'rollout.max_retries', 'rollout.max_mismatch', 'rollout.pause_lease_s'),
 )
@@ -168,6 +168,14 @@ def describe_unexported(error: UserError, workdir: pathlib.Path) -> UserError:
     return UserError(
         f'the run has finished and its report is in {workdir}, but the export failed: {error}. The same command with '
         '--resume writes it'
+    )
+
+
+def describe_unmirrored(missing: str, workdir: pathlib.Path) -> UserError:
+    """Returns the error that ends a finished run whose mirror lacks something."""
+    return UserError(
+        f'the run has finished and its report is in {workdir}, but run.mirror lacks {missing}. The same command with '
+        '--resume copies it'
     )
 
 

@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.learning.packed_rows import PADDING
-from areal_jax.learning.passes import Passes, Trained, Update
+from areal_jax.learning.passes import Passes, PassWeights, Trained, Update
 from areal_jax.learning.programs import CompiledPrograms, LearnerState
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -367,12 +367,12 @@ class RatioSampler:
         (batch,), _ = self._layout.pack(groups, ones, n_minibatches=1)
         places = np.flatnonzero(batch.loss_mask)
         places = places[np.argsort(batch.trajectory_ids.ravel()[places], kind='stable')]
-        shardings = self._programs.definitions.params
-        scored = []
-        for version in versions:
-            weights = self._ring.read(version, shardings)
-            scored.append(self._passes.logprobs(weights, state.frozen, batch, version, follows).ravel()[places])
-        return np.stack(scored)
+        logprobs = lambda version: self._passes.logprobs(self.weights(version, state), batch, version, follows)
+        return np.stack([logprobs(version).ravel()[places] for version in versions])
+
+    def weights(self, version: int, state: LearnerState) -> PassWeights:
+        """The kept weights of a version, on the devices again."""
+        return PassWeights(version, self._ring.read(version, self._programs.definitions.params), state.frozen)
 
 
 def _policy_logprobs(trained: Trained) -> list[np.ndarray]:

@@ -30,8 +30,11 @@ from areal_jax.simulation.prices import (
     ModelShape,
     Reached,
     Roofline,
+    StreamLinks,
     step_overhead_s,
+    stream_version,
 )
+from areal_jax.simulation.stream_prices import LINK_BYTES_S, NODE, StreamedVersion
 
 # bytes, CPU seconds and tokens of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes
 _BATCH_BYTES, _BATCH_CPU_S, _BATCH_TOKENS = 17.9e6, 0.092, 512 * 16 * 256
@@ -82,12 +85,10 @@ def _find(rows: Sequence[Mapping[str, Any]], row: str, **fields: object) -> Mapp
     return next(found for found in rows if all(found.get(name) == value for name, value in wanted.items()))
 
 
-NODE = 8  # accelerators
 DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 PIECES = (DECODE_STEPS, 64, 256)
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
 FILE_SERVER_BYTES_S = 10e9  # read by all nodes together from the shared file system: yours will differ
-MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/peers.py, of the command with a batch
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
 _BUSY = 0.8  # of one core: the controller's load must be below it for the pieces that `choose_pieces` takes
@@ -240,7 +241,6 @@ class Load:
             'reading a version from the shared file system, of the time of an update': self.network_s / self.update_s,
             'writing a version on one core of each learner process, of an update': self.write_s / self.update_s,
             'reading and checking a version on one core of an engine, of an update': self.read_s / self.update_s,
-            'the largest command to the learner (1 GiB)': self.batch_bytes / MOST_FRAME_BYTES,
         }
 
 
@@ -261,6 +261,8 @@ LAYOUTS = (
     Layout(R1_DISTILL_7B, 'hosts=3 x data=3,fsdp=8', '40 x tensor=1', 256 * 16),
     Layout(R1_DISTILL_32B, 'hosts=20 x data=5,fsdp=8,tensor=4', '88 x tensor=4', 512 * 16),
 )
+
+WHOLE_NODES = dataclasses.replace(LAYOUTS[-1], engines='44 x tensor=8')  # half as many readers of a version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +296,12 @@ class Peak:
         """The load at the pace of the slower side."""
         pace = Pace(min(self.generated_s, self.trained_s), MEAN_TOKENS, LIVE_POSITIONS, self.slots)
         return Load(self.layout, pace, costs, decode_steps)
+
+
+def stream(load: Load) -> StreamedVersion:
+    """A version with publication.channel='stream' in place of files."""
+    links = StreamLinks(load.layout.learner_layout.processes, LINK_BYTES_S)
+    return stream_version(links, Peak(load.layout).engine, load.layout.engines_layout.count)
 
 
 def number(value: float) -> str:
@@ -350,6 +358,33 @@ FILES: Lines = (
 )
 
 
+def receive_once(load: Load) -> StreamedVersion:
+    """A version that one engine of each node receives, for the others too."""
+    return dataclasses.replace(stream(load), engines=load.engine_hosts, engines_of_host=1)
+
+
+def pass_on(load: Load) -> StreamedVersion:
+    """A version that leaves the learner once, and that each node sends on while it receives it: the least time."""
+    return dataclasses.replace(stream(load), engines=1, engines_of_host=1)
+
+
+STREAM: Lines = (
+    ('`cluster.engines`', lambda load: f'`{load.layout.engines}`'),
+    ('sent by each learner process, GB', lambda load: number(stream(load).sent_bytes / 1e9)),
+    ('received by each node of engines, GB', lambda load: number(stream(load).received_bytes / 1e9)),
+    ('s to prepare a version', lambda load: number(stream(load).prepare_s)),
+    ('s to send and receive it', lambda load: number(stream(load).transfer_s)),
+    ('s to load it', lambda load: number(stream(load).load_s)),
+    ('s until engines have it', lambda load: f'**{number(stream(load).late_s)}**'),
+    ('of an update', lambda load: percent(stream(load).late_s / load.update_s)),
+    ('s if each node received it once', lambda load: number(receive_once(load).late_s)),
+    ('s if nodes also passed it on to each other', lambda load: number(pass_on(load).late_s)),
+    ('cores of each learner process, sending', lambda load: number(stream(load).sending_cores)),
+    ('cores of each node of engines, receiving', lambda load: number(stream(load).receiving_cores)),
+    ('s more if engines digest on the host', lambda load: number(stream(load).host_digest_s)),
+)
+
+
 def tell_share(name: str, load: Load) -> str:
     return percent(load.shares()[name])
 
@@ -365,7 +400,10 @@ def make_tables(costs: HostCosts) -> dict[str, str]:
     loads = [Peak(layout).load(costs) for layout in LAYOUTS]
     limits = [(name, functools.partial(tell_share, name)) for name in loads[0].shares()]
     tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'storage': FILES, 'limits': limits}
-    return {name: make_table(lines, loads) for name, lines in tables.items()}
+    streamed = [*loads, Peak(WHOLE_NODES).load(costs)]
+    return {name: make_table(lines, loads) for name, lines in tables.items()} | {
+        'sockets': make_table(STREAM, streamed)
+    }
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:

@@ -34,7 +34,8 @@ VARIES = (
 )  # each becomes an array over the arms
 # how a single run is computed, shown and saved; these fields change the weights by rounding at most
 _IDLE = (
-    *('run.clock', 'run.stall_timeout_s', 'run.compilation_', 'run.export', 'task.verifier', 'task.max_failed_groups'),
+    *('run.clock', 'run.stall_timeout_s', 'run.compilation_', 'run.export', 'run.mirror'),
+    *('task.verifier', 'task.max_failed_groups'),
     *('rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.block_tokens'),
     *('rollout.cache_tokens', 'rollout.state_snapshots', 'rollout.prefill_buckets', 'rollout.attention'),
     *('rollout.kv_policy', 'rollout.max_running_groups', 'buffer.', 'learner.packing', 'learner.fill', 'learner.row'),

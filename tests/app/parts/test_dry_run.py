@@ -1,13 +1,16 @@
 """A run that is only described: shapes and shardings of its leaves, what a device would hold, and whether it fits."""
 
+import re
+
 import pytest
 
 from areal_jax import main_train
 from areal_jax.aot.topology import describe_accelerator
 from areal_jax.app.command_line import load_config
 from areal_jax.app.parts import dry_run
-from areal_jax.app.parts.dry_run import Verdict, describe_run, judge, plan_run, render_verdicts
+from areal_jax.app.parts.dry_run import Verdict, count_sent_bytes, describe_run, judge, plan_run, render_verdicts
 from areal_jax.app.process.ending import Interrupts
+from areal_jax.config import validate
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.models.decoder import Decoder
@@ -103,6 +106,27 @@ def test_the_verdict_is_that_of_a_run():
 def test_too_few_devices_are_refused_by_the_layout():
     with pytest.raises(ConfigError, match=r"needs 8, 16 together; the platform 'H100 SXM' has 8: lower a size"):
         plan_recipe('qwen3_8b_h100', '8 x H100')
+
+
+def test_processes_of_a_learner_that_send_their_shards_have_their_bytes_a_link():
+    """8,190,735,360 weights of 16 bits, divided among 4 processes with 16 devices each, go to each of 12 engines."""
+    fields = {
+        'cluster.learner': 'hosts=4 x data=2,fsdp=8,tensor=4', 'cluster.strategy': 'fsdp_tensor',
+        'cluster.engines': '8 x tensor=4 + 4 x tensor=8', 'publication.channel': 'stream',
+        'learner.rows_per_microbatch': 16,
+    }  # fmt: skip
+    config, planned, _ = plan_recipe('qwen3_8b_h100', 'H100', **fields)
+    validate(config)
+    sent = count_sent_bytes(planned)
+    assert sum(sent.values()) == 2 * 8_190_735_360
+    assert [*sent.values()] == pytest.approx([16.381e9 / 4] * 4, rel=1e-3)
+    of_link, of_ends = describe_run(planned).splitlines()[-2:]
+    assert of_link == 'a whole version: at most 4.095 GB from each of 4 learner processes to each of 12 engines'
+    assert re.fullmatch(r'learner process \d sends most, 49\.14 GB; each engine receives 16\.38 GB', of_ends)
+    for changes in ({'publication.channel': 'files'}, {'cluster.learner': 'hosts=1 x data=2,fsdp=8,tensor=4'}):
+        _, other, _ = plan_recipe('qwen3_8b_h100', 'H100', **fields | changes)
+        assert count_sent_bytes(other) == {}
+        assert 'a whole version' not in describe_run(other)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import CountBackend
+from areal_jax.simulation.prices import find_shape
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, small_config, train_until_killed
 
@@ -230,3 +231,20 @@ def test_the_config_of_a_run_needs_prices_and_engines_alone(tmp_path, name):
     })  # fmt: skip
     build_simulation(config, tmp_path).train()
     assert main_check_log.main([str(tmp_path)]) == ExitCode.FINISHED
+
+
+def test_versions_over_sockets_take_what_their_links_take(tmp_path):
+    """Of 3 engines on a host, from 2 processes: 1.2 GB by a link of 0.1 GB/s take 36 s there, 18 s at the senders."""
+    fields = {
+        'rollout__server': 'own', 'cluster__learner': 'hosts=2 x data=2', 'learner__rows_per_microbatch': 2,
+        'simulation__link_bytes_s': 1e8, 'run__steps': 2,
+    }  # fmt: skip
+    took = {}
+    for channel in ('stream', 'files'):
+        simulate(tmp_path / channel, publication__channel=channel, **fields).train()
+        events = read_events(tmp_path / channel)
+        took[channel] = {e['seconds'] for e in events if e['kind'] == 'run_done' and e['work'] == 'load'}
+    nbytes = 2 * find_shape('Qwen3-0.6B').parameters
+    [of_stream], [of_files] = took['stream'], took['files']
+    assert of_stream == pytest.approx(3 * nbytes / 1e8, rel=0.05)
+    assert of_files == pytest.approx(nbytes / 50e9)

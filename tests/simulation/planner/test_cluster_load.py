@@ -1,6 +1,7 @@
 """What a run asks of its controller, registry and disk, by hand; the tables of the page; what was measured."""
 
 import dataclasses
+import json
 import pathlib
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from areal_jax.simulation.planner.cluster_load import (
     LAYOUTS,
     MEASURED,
+    WHOLE_NODES,
     HostCosts,
     Load,
     Peak,
@@ -15,8 +17,12 @@ from areal_jax.simulation.planner.cluster_load import (
     fill,
     make_tables,
     number,
+    pass_on,
     read_costs,
+    receive_once,
+    stream,
 )
+from areal_jax.simulation.stream_prices import MEASURED_STREAM
 
 ROOT = pathlib.Path(__file__).parents[3]
 PAGE = ROOT / 'docs' / 'cluster' / 'plan.md'
@@ -110,3 +116,23 @@ def test_pieces_are_as_small_as_the_controller_can_take_in():
     for piece_s, steps in ((10e-6, 16), (40e-6, 64), (1e-3, 256)):
         load = dataclasses.replace(load_of(cost(piece_s=piece_s)), pace=pace)
         assert choose_pieces(load).decode_steps == steps
+
+
+def test_versions_over_sockets_are_limited_by_the_links_of_the_learner():
+    """65.5 GB from 20 processes to 88 engines on 44 nodes, to 44 engines, and once in all; 12.5 GB/s a node."""
+    load = Peak(LAYOUTS[2]).load(FREE)
+    nbytes = load.version_bytes
+    assert stream(load).transfer_s == pytest.approx(88 * nbytes / 20 / 12.5e9 + 0.01)
+    assert stream(Peak(WHOLE_NODES).load(FREE)).transfer_s == pytest.approx(44 * nbytes / 20 / 12.5e9 + 0.01)
+    assert pass_on(load).transfer_s == pytest.approx(nbytes / 12.5e9 + 0.01)
+    assert receive_once(load).transfer_s == stream(Peak(WHOLE_NODES).load(FREE)).transfer_s
+    assert stream(load).load_s > stream(Peak(WHOLE_NODES).load(FREE)).load_s  # by fewer devices
+
+
+def test_the_costs_of_sockets_are_those_that_were_measured():
+    rows = json.loads((ROOT / 'benchmarks' / 'results' / 'host_stream.json').read_text())['rows']
+    large, small = (next(row for row in rows if row['of'] == name) for name in ('bytes', 'frames'))
+    for name, value in dataclasses.asdict(MEASURED_STREAM).items():
+        if name.endswith('_byte_s'):
+            assert value == pytest.approx(large[f'{name.removesuffix("_byte_s")}_cpu_s'] / large['bytes'])
+    assert MEASURED_STREAM.frame_s == pytest.approx(small['receive_cpu_s'] / small['frames'])
