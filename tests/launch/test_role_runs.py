@@ -186,10 +186,10 @@ def score_of_checkpoint(workdir, version, folder):
 
 @pytest.mark.slow
 def test_weights_that_two_processes_send_train_as_their_files_do(tmp_path):
-    """Bit for bit: every version reaches the engines as it was, whatever carries it."""
+    """To rounding, which depends on which answers an engine prefills together; engines compute every digest again."""
     fields = {
         'run__steps': 4, 'staleness__eta': 0, 'evaluation__problems': 0, 'publication__dtype': 'bfloat16',
-        'publication__base_every': 2, 'cluster__learner': 'hosts=2 x data=2',
+        'publication__verify': True, 'optimizer__eps': 1e-4, 'publication__base_every': 2, 'cluster__learner': 'hosts=2 x data=2',
     }  # fmt: skip
     ways = {
         'files': {}, 'stream': {'publication__delta': True, 'publication__listen': 'own'},
@@ -200,10 +200,11 @@ def test_weights_that_two_processes_send_train_as_their_files_do(tmp_path):
         with Launched(tmp_path / channel, publication__channel=channel, **fields, **more) as run:
             code, output = run.finish()
         assert code == 0, output
-        exports[channel] = (run.workdir / 'export' / 'model.safetensors').read_bytes()
+        exports[channel] = load_file(run.workdir / 'export' / 'model.safetensors')
         if more:
             sent = run.events('publish')
             assert [event['record'] for event in sent] == ['delta', 'whole', 'delta', 'whole'], sent
             assert all(event['bytes'] > 0 for event in sent)
-    assert exports['stream'] == exports['files']
-    assert exports['shm'] == exports['files']
+    for name, weight in exports['files'].items():
+        for channel in ('stream', 'shm'):
+            np.testing.assert_allclose(exports[channel][name], weight, atol=4e-6, rtol=0, err_msg=f'{channel} {name}')
