@@ -189,7 +189,8 @@ def test_weights_that_two_processes_send_train_as_their_files_do(tmp_path):
     """To rounding, which depends on which answers an engine prefills together; engines compute every digest again."""
     fields = {
         'run__steps': 4, 'staleness__eta': 0, 'evaluation__problems': 0, 'publication__dtype': 'bfloat16',
-        'publication__verify': True, 'optimizer__eps': 1e-4, 'publication__base_every': 2, 'cluster__learner': 'hosts=2 x data=2',
+        'publication__verify': True, 'optimizer__eps': 1e-4, 'publication__base_every': 2,
+        'cluster__learner': 'hosts=2 x data=2',
     }  # fmt: skip
     ways = {
         'files': {}, 'stream': {'publication__delta': True, 'publication__listen': 'own'},
