@@ -132,13 +132,19 @@ class ShardChannel(RecordReaders):
 
     Args:
       versions: the versions that it leads.
+      own: the end of this process, which `close` closes.
     """
 
     def __init__(
-        self, versions: ShardVersions, open_receiver: Callable[[str], RecordReceiver], *, verify: bool = False
+        self,
+        versions: ShardVersions,
+        open_receiver: Callable[[str], RecordReceiver],
+        own: ShardSender,
+        *,
+        verify: bool = False,
     ):
         super().__init__(open_receiver, verify=verify)
-        self._versions = versions
+        self._versions, self._own = versions, own
         self._newest: PublishedWeights | None = None
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
@@ -154,3 +160,7 @@ class ShardChannel(RecordReaders):
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
         """See protocols.Channel."""
         self._versions.release(version, pinned)
+
+    def close(self) -> None:
+        super().close()
+        self._own.close()

@@ -53,9 +53,9 @@ class Judgement:
         }  # fmt: skip
 
 
-def judge_run(record: Record, baseline: Baseline, steps: int = STEPS) -> Judgement:
-    """Everything that did not hold of a run that has ended."""
-    bounds = Bounds.of(baseline, record.marks, EVERY)
+def judge_run(record: Record, baseline: Baseline, steps: int = STEPS, deadline_s: float = 0.0) -> Judgement:
+    """Everything that did not hold of a run that has ended; `deadline_s`: see Bounds."""
+    bounds = Bounds.of(baseline, record.marks, EVERY, deadline_s)
     recoveries = recovery.judge(record.strikes, record.marks, bounds, steps)
     violations = check_end(record, steps)
     violations += [violation for recovered in recoveries for violation in recovered.violations]

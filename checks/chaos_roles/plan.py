@@ -150,7 +150,20 @@ def is_staging(strike: Strike, state: State) -> bool:
     """A version is being written by the learner processes, or is being fetched by the engine that is to be struck."""
     if strike.cell.role == 'engine':
         return _stages(engine_of(strike.process), state.events)
-    return state.is_writing_version and _is_transferring(state.events)
+    return state.is_writing_version and _is_under_way('publish', state.events)
+
+
+def is_sending(strike: Strike, state: State) -> bool:
+    """The learner processes send their parts of a version, which leave nothing on the disk."""
+    return _is_under_way('publish', state.events)
+
+
+def is_updating(strike: Strike, state: State) -> bool:
+    return _is_under_way('train', state.events)
+
+
+def is_looping(strike: Strike, state: State) -> bool:
+    return has_begun(state.events)
 
 
 def is_swapping(strike: Strike, state: State) -> bool:
@@ -183,12 +196,13 @@ def in_phase(strike: Strike, state: State, steps: int) -> bool:
 
 _IN_LOOP: Mapping[str, Callable[[Strike, State], bool]] = {
     'staging': is_staging, 'swap': is_swapping, 'save': is_saving,
+    'sending': is_sending, 'update': is_updating, 'loop': is_looping,  # of publications.py
 }  # fmt: skip
 
 
-def _is_transferring(events: Sequence[Event]) -> bool:
+def _is_under_way(work: str, events: Sequence[Event]) -> bool:
     for event in reversed(events):
-        if event['kind'] in ('run_start', 'run_done') and event['work'] == 'publish':
+        if event['kind'] in ('run_start', 'run_done') and event['work'] == work:
             return bool(event['kind'] == 'run_start')
         if event['kind'] == 'log':
             return False

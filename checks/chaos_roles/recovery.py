@@ -19,7 +19,8 @@ _ENGINE_STARTS = 3.0  # of an engine: its recovery takes no longer than so many 
 _NOTICED_S = 5.0  # a death is noticed within
 _HANG_S = PATIENCE_S + 15.0  # a process that is registered and hangs: the launcher looks every five seconds
 _UNREGISTERED_S = REGISTER_S + 15.0  # one that is not yet
-_LATEST = {'start-up': 0.9, 'end': 0.6}  # part of it after which a strike often comes too late: roles end before all
+# part of it after which a strike often comes too late: roles end before all
+_LATEST = {'start-up': 0.9, 'end': 0.6, 'update': 0.5, 'loop': 0.9}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,10 @@ class Baseline:
 
     def length_s(self, phase: str) -> float:
         """Over which the strikes of a phase are spread."""
-        return _LATEST.get(phase, 0.0) * {'start-up': self.run_start_s, 'end': self.end_s}.get(phase, 0.0)
+        lengths = {
+            'start-up': self.run_start_s, 'end': self.end_s, 'update': self.update_s, 'loop': self.update_s,
+        }  # fmt: skip
+        return _LATEST.get(phase, 0.0) * lengths.get(phase, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +58,15 @@ class Bounds:
     end_s: float  # the same after the last publication, to the end of the run
 
     @classmethod
-    def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int) -> Bounds:
-        """`marks` are those of the run that was struck: its parts may take longer than those of the others."""
+    def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int, deadline_s: float = 0.0) -> Bounds:
+        """`marks` are those of the run that was struck: its parts may take longer than those of the others.
+
+        `deadline_s`: so long a process may wait for one that was struck.
+        """
         slowest = baseline.widen(marks)
-        learners_s = slowest.run_start_s + every * max(baseline.update_s, longest_update_s(marks))
-        return cls(_ENGINE_STARTS * slowest.engine_start_s, learners_s, learners_s + slowest.end_s)
+        learners_s = deadline_s + slowest.run_start_s + every * max(baseline.update_s, longest_update_s(marks))
+        engine_s = deadline_s + _ENGINE_STARTS * slowest.engine_start_s
+        return cls(engine_s, learners_s, learners_s + slowest.end_s)
 
 
 @dataclasses.dataclass(frozen=True)

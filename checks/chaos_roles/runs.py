@@ -9,7 +9,7 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from checks.chaos_roles.plan import Strike, in_phase
 from checks.chaos_roles.recovery import Baseline, find_return
@@ -22,7 +22,7 @@ IN_ROLES, ALONE = 'hosts=2 x data=8', 'data=8'
 _DEVICES = 8  # of a learner in one process
 _RUN_S = 480.0  # a run that takes longer hangs
 _LOOK_S, _CLOSE_LOOK_S = 0.02, 0.0005  # between two looks: while a phase of seconds, of milliseconds is waited for
-_SHORT = ('staging', 'swap')
+_SHORT = ('staging', 'swap', 'sending')
 _END_S = 60.0  # for the launcher to end after a kill
 _SETTLE_S = 0.2  # for the log to say that a phase was over when the process was stopped
 KEEPER = b'launch.keeper'  # its command line has that of the role
@@ -49,7 +49,7 @@ class Record:
 def command_of(workdir: pathlib.Path, cache: pathlib.Path, learner: str = IN_ROLES, **fields: object) -> list[str]:
     """launch.local with the config of all runs here; `fields` with __ in the place of dots."""
     chosen = {**_FIELDS, 'cluster.learner': learner, 'run.steps': STEPS, 'checkpoint.every': EVERY}
-    if learner == IN_ROLES:
+    if 'hosts=' in learner:
         chosen['distributed.command_deadline_s'] = COMMAND_DEADLINE_S
     chosen |= {'run.compilation_cache': cache, **{name.replace('__', '.'): value for name, value in fields.items()}}
     overrides = [f'--config.{name}={value}' for name, value in chosen.items()]
@@ -62,18 +62,30 @@ class WatchedRun:
     Args:
       directory: of the outputs of the launcher; the workdir is DIRECTORY/run.
       until_s: time.monotonic() at which it is cut off.
+      devices: of each process of the learner.
+      hangs_s: seconds of a run that hangs.
+      environment: added to the environment of its processes.
     """
 
-    def __init__(self, command: Callable[[pathlib.Path], list[str]], directory: pathlib.Path, until_s: float):
+    def __init__(
+        self,
+        command: Callable[[pathlib.Path], list[str]],
+        directory: pathlib.Path,
+        until_s: float,
+        *,
+        devices: int = _DEVICES,
+        hangs_s: float = _RUN_S,
+        environment: Mapping[str, str] | None = None,
+    ):
         self.workdir = directory / 'run'
         self.workdir.mkdir(parents=True)
         self.view = View(self.workdir)
         began_s = time.monotonic()
-        self._until_s, self._hangs_s = until_s, began_s + _RUN_S
-        flags = f'--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={_DEVICES}'
-        environment = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags}
+        self._until_s, self._hangs_s = until_s, began_s + hangs_s
+        flags = f'--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}'
+        given = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags, **(environment or {})}
         self._pids: dict[tuple[str, int], int] = {}  # by process and number of its start
-        self._command = RunningCommand(command(self.workdir), directory, environment)
+        self._command = RunningCommand(command(self.workdir), directory, given)
 
     def __enter__(self) -> WatchedRun:
         return self
@@ -81,14 +93,17 @@ class WatchedRun:
     def __exit__(self, *_: object) -> None:
         self._command.__exit__()
 
-    def carry_out(self, strikes: Sequence[Strike], steps: int, baseline: Baseline | None = None) -> Record:
+    def carry_out(
+        self, strikes: Sequence[Strike], steps: int, baseline: Baseline | None = None, *, in_order: bool = False
+    ) -> Record:
         """Makes the strikes as their phases come, each when the run has recovered from the one before, to the end.
 
         Args:
           baseline: of an undisturbed run; needed for strikes.
+          in_order: of `strikes`, else the one whose phase comes first is the next.
         """
         made, left = [], list(strikes)
-        while left and (struck := self._strike_next(left, steps, baseline)) is not None:
+        while left and (struck := self._strike_next(left[:1] if in_order else left, steps, baseline)) is not None:
             strike, pid = struck
             made.append(strike)
             left.remove(strike)
@@ -152,9 +167,10 @@ class WatchedRun:
         """Stops the process, and lets it go on where the phase turns out to have been over by then."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
-            end_s = time.monotonic() + (
-                _SETTLE_S if strike.cell.phase in _SHORT and strike.cell.role == 'engine' else 0
+            is_seen_late = strike.cell.phase == 'sending' or (
+                strike.cell.phase in _SHORT and strike.cell.role == 'engine'
             )
+            end_s = time.monotonic() + (_SETTLE_S if is_seen_late else 0)
             while True:
                 self.view.look()
                 if not holds():

@@ -182,3 +182,30 @@ def score_of_checkpoint(workdir, version, folder):
     ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, 'JAX_PLATFORMS': 'cpu'})
     return json.loads((out / 'results.json').read_text())['metrics']['greedy']['mean']
+
+
+@pytest.mark.slow
+def test_weights_that_two_processes_send_train_as_their_files_do(tmp_path):
+    """To rounding, which depends on which answers an engine prefills together; engines compute every digest again."""
+    fields = {
+        'run__steps': 4, 'staleness__eta': 0, 'evaluation__problems': 0, 'publication__dtype': 'bfloat16',
+        'publication__verify': True, 'optimizer__eps': 1e-4, 'publication__base_every': 2,
+        'cluster__learner': 'hosts=2 x data=2',
+    }  # fmt: skip
+    ways = {
+        'files': {}, 'stream': {'publication__delta': True, 'publication__listen': 'own'},
+        'shm': {'publication__delta': True},
+    }  # fmt: skip
+    exports = {}
+    for channel, more in ways.items():
+        with Launched(tmp_path / channel, publication__channel=channel, **fields, **more) as run:
+            code, output = run.finish()
+        assert code == 0, output
+        exports[channel] = load_file(run.workdir / 'export' / 'model.safetensors')
+        if more:
+            sent = run.events('publish')
+            assert [event['record'] for event in sent] == ['delta', 'whole', 'delta', 'whole'], sent
+            assert all(event['bytes'] > 0 for event in sent)
+    for name, weight in exports['files'].items():
+        for channel in ('stream', 'shm'):
+            np.testing.assert_allclose(exports[channel][name], weight, atol=4e-6, rtol=0, err_msg=f'{channel} {name}')

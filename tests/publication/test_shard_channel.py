@@ -93,7 +93,7 @@ class Processes:
 def open_channel(carriers, *, delta=True, **options):
     everywhere = Processes(carriers, delta=delta)
     leader = ShardVersions(everywhere, name='stream', delta=delta, **options)
-    return ShardChannel(leader, lambda address: ShardReceiver(carriers)), everywhere
+    return ShardChannel(leader, lambda address: ShardReceiver(carriers), everywhere.senders[0]), everywhere
 
 
 @pytest.mark.parametrize('delta', [False, True])
@@ -273,11 +273,15 @@ def test_over_sockets(tmp_path_factory):
             for _ in range(PROCESSES)
         ]
         reader = Reader('engine', prove_reader)
-        leader = ShardVersions(Processes(senders, delta=True), name='stream', delta=True)
-        channel = ShardChannel(leader, functools.partial(open_receiver, reader=reader))
+        processes = Processes(senders, delta=True)
+        leader = ShardVersions(processes, name='stream', delta=True)
+        channel = ShardChannel(leader, functools.partial(open_receiver, reader=reader), processes.senders[0])
         opened.callback(channel.close)
         for version, params in enumerate(versions(3)):
             published = channel.transfer(version, over(params))
             assert published.handle.startswith('shards:unix:')
             assert_bit_equal(channel.receive(published), params)
             assert [set(sender.held()) for sender in senders] == [{'engine'}] * PROCESSES
+        assert len(list(directory.iterdir())) == PROCESSES
+        channel.close()
+        assert len(list(directory.iterdir())) == PROCESSES - 1  # its own socket is gone, the other processes' are not

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import hmac
 import itertools
 import os
@@ -30,7 +29,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Channel
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.carriers.shm_carrier import ShmSender
-from areal_jax.publication.carriers.shm_segment import remove_with_owner, segment_path, sweep
+from areal_jax.publication.carriers.shm_segment import name_run, remove_with_owner, segment_path, sweep
 from areal_jax.publication.carriers.stream_receiver import Reader, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, VersionWriter
@@ -132,7 +131,6 @@ def build_records(
 # Builds the channels whose versions travel as records: shared memory and sockets.
 
 
-_RUN_DIGITS = 12  # of the digest of a workdir, in the name of a segment
 _DELTA_SHARE = 0.5  # room for deltas behind a whole record, as a share of its bytes
 
 
@@ -142,8 +140,9 @@ def build_carried(parts: ChannelParts) -> RecordChannel | ShardChannel:
     readers = _open_readers(config, parts.workdir)
     if parts.publish_everywhere is None:
         return build_records(config, sender, readers, name_version)
-    versions = build_shard_versions(config, parts.publish_everywhere(share_sender(config, sender)))
-    return ShardChannel(versions, readers, verify=config.publication.verify)
+    own = share_sender(config, sender)
+    versions = build_shard_versions(config, parts.publish_everywhere(own))
+    return ShardChannel(versions, readers, own, verify=config.publication.verify)
 
 
 def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = '') -> RecordSender:
@@ -158,8 +157,7 @@ def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = ''
         listen = own_host if publication.listen == OWN_HOST else publication.listen
         return StreamSender(prove, listen, delta_share=share, frame_deadline_s=deadline_s)
     sweep()
-    run = hashlib.sha256(os.fsencode(workdir.absolute())).hexdigest()[:_RUN_DIGITS]
-    path = segment_path(run, secrets.token_hex(4))
+    path = segment_path(name_run(workdir), secrets.token_hex(4))
     sender = ShmSender(path, delta_share=share, hold_deadline_s=deadline_s)
     remove_with_owner(path)
     return sender

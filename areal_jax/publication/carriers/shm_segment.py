@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import mmap
 import os
 import pathlib
@@ -30,6 +31,7 @@ MOST_PLACES, MOST_READERS = 8, 512
 CONTROL_BYTES = 1 << 18
 _MAGIC = int.from_bytes(b'ajxshm01', 'little')
 _PREFIX, _SUFFIX = 'areal_jax-', '.weights'
+_RUN_DIGITS = 12
 _MODE = 0o600  # weights are read by processes of one user
 
 # words of the control, counted in 8 bytes
@@ -42,6 +44,11 @@ _OPEN, _CLOSED = 1, 2
 # bytes that processes lock, far past the end of the file
 _LOCKS = 1 << 40
 _OWNER_LOCK, _READER_LOCKS, _HOLD_LOCKS = _LOCKS, _LOCKS + (1 << 10), _LOCKS + (1 << 20)
+
+
+def name_run(workdir: pathlib.Path) -> str:
+    """Returns the name of a run for `segment_path`: a part of the digest of the path of its workdir."""
+    return hashlib.sha256(os.fsencode(workdir.absolute())).hexdigest()[:_RUN_DIGITS]
 
 
 def segment_path(run: str, incarnation: str, directory: pathlib.Path = DIRECTORY) -> pathlib.Path:

@@ -131,6 +131,26 @@ def test_versions_in_files_are_written_by_both_processes(tmp_path):
     assert (tmp_path / 'registry' / 'key').stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
+def test_versions_that_both_processes_send_train_as_their_files_do(tmp_path):
+    """Bit for bit, whatever carries them; the engine computes every digest again."""
+    fields = LOOP | {'publication.verify': True, 'publication.dtype': 'bfloat16', 'checkpoint.every': 1}
+    ways = {
+        'files': {}, 'stream': {'publication.delta': True, 'publication.listen': 'own'},
+        'shm': {'publication.delta': True, 'publication.base_every': 2},
+    }  # fmt: skip
+    found = {}
+    for channel, more in ways.items():
+        _complete(workdir := tmp_path / channel, fields | more | {'publication.channel': channel})
+        sha256 = json.loads((workdir / 'facts.json').read_text())['weights_sha256']
+        found[channel] = sha256, [m['loss/value'] for m in _metrics(workdir)]
+        events = map(json.loads, (workdir / 'events.jsonl').read_text().splitlines())
+        sent = [event for event in events if event['kind'] == 'publish']
+        assert len(sent) == 3
+        assert [event.get('record') for event in sent].count('delta') == {'files': 0, 'stream': 3, 'shm': 2}[channel]
+    assert found['stream'] == found['shm'] == found['files']
+
+
 @pytest.fixture(scope='module')
 def supervised(tmp_path_factory):
     """The directory of a supervised run over two processes."""

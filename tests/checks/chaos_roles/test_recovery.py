@@ -180,6 +180,7 @@ def test_a_baseline_is_widened_by_starts_alone():
 def test_bounds_are_start_up_and_a_checkpoint():
     baseline = Baseline(engine_start_s=5.0, run_start_s=20.0, update_s=2.0, end_s=7.0)
     assert Bounds.of(baseline, [], 3) == Bounds(15.0, 26.0, 33.0)  # 3 x 5; 20 + 3 x 2; 26 + 7
+    assert Bounds.of(baseline, [], 3, deadline_s=9.0) == Bounds(24.0, 35.0, 42.0)  # who waits for the dead
     slower = marks('publish 1', 'publish 2', pauses={1: 4.0})
     assert Bounds.of(baseline, slower, 3).learners_s == 32.0  # 20 + 3 x 4
     late = marks('start engine-1', 'built engine-1', 'route engine/1', 'struck engine-1', pauses={1: 6.0, 2: 19.0})
