@@ -110,7 +110,7 @@ class Weights:
     def follow(self, take: Any) -> None:
         """Takes no rows."""
 
-    def evaluate(self, groups: list[Any]) -> dict[str, float]:
+    def require_finite(self, what: str, fix: str) -> None:
         """Gathers the leaves on every process and notes their digest on process 0; named as a command of learners."""
         import jax
 
@@ -122,7 +122,6 @@ class Weights:
             if jax.process_index() == 0:
                 digest.update(whole.tobytes())
         self.digest = digest.hexdigest()
-        return {}
 
 
 @contextlib.contextmanager
@@ -280,7 +279,7 @@ def prepare_versions(arguments: dict[str, Any]) -> Any:
 
         def check() -> dict[str, Any]:
             if version >= 0:
-                leader.evaluate([])
+                leader.require_finite('', '')
                 for engine in engines:
                     engine.ask({'digest': True})
                 facts['bit_equal'] = [engine.answer() == weights.digest for engine in engines]
