@@ -276,11 +276,6 @@ def find_record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def _listen_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     listen, layout = c.publication.listen, parse_learner(c.cluster.learner)
-    if listen == OWN_HOST and layout.hosts is None:
-        yield (
-            f'publication.listen={OWN_HOST!r} with cluster.learner={c.cluster.learner!r}: it is for learners with '
-            'hosts=; name an interface of this machine'
-        )
     where = split_address(listen) if listen else None
     if where is not None and where[1] and layout.processes > 1:
         yield (

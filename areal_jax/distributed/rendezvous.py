@@ -108,7 +108,9 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
 
 
 def own_host(coordinator: str) -> str:
-    """The address of this machine's interface towards the coordinator."""
+    """The address of this machine's interface towards the coordinator; '' = the address of this machine's name."""
+    if not coordinator:
+        return socket.gethostbyname(socket.gethostname())
     host, _, port = coordinator.rpartition(':')
     with socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host.strip('[]'), int(port)))  # sends nothing

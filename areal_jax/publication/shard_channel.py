@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -22,6 +23,17 @@ from areal_jax.publication.versions import ChainFull, PublicationError
 from areal_jax.types import PublishedWeights, Tree
 
 
+class ShardCarrier(RecordSender, Protocol):
+    """A carrier of one of several processes, which may have to send a version again."""
+
+    def withdraw(self, version: int) -> None:
+        """Removes the delta of a version, if it was sent last and no reader was told of it.
+
+        Else a pinned version would be in two chains, and keep both.
+        """
+        ...
+
+
 class ShardSender:
     """One process's end of the channel.
 
@@ -34,7 +46,7 @@ class ShardSender:
 
     def __init__(
         self,
-        sender: RecordSender,
+        sender: ShardCarrier,
         *,
         delta: bool,
         process: int | None = None,
@@ -72,6 +84,7 @@ class ShardSender:
         """Sends the version that was sent last again, whole: the chain of another process had no room for its delta."""
         if self._last is None or self._last[0].version != version:
             raise PublicationError(f'version {version} was not sent from process {self._process}: publish it again')
+        self._sender.withdraw(version)
         return self._send(self._encoder.repeat_whole(version, self._last[1]), 0.0)
 
     def _send(self, record: Record, changed: float) -> SentShards:

@@ -132,10 +132,6 @@ BAD = [
         r"channel='shm' with rollout\.server='vllm': these servers load directories of files; use .*='files', or ",
     ),
     (
-        _SERVERS | {'publication.channel': 'stream', 'publication.listen': 'own'},
-        r"listen='own' with cluster\.learner='data=1': it is for learners with hosts=; name an interface",
-    ),
-    (
         _SERVERS
         | {'publication.channel': 'stream', 'cluster.learner': 'hosts=2 x data=2', 'publication.listen': '10.0.0.1:70'},
         r"listen='10\.0\.0\.1:70' with .*: 2 processes cannot listen at one port; use 'own', or no port",

@@ -80,6 +80,10 @@ class Carrier:
     def release(self, version, pinned=()):
         pass
 
+    def withdraw(self, version):
+        if version in self.records and self.records[version].header.base is not None:
+            del self.records[version]
+
     def held(self):
         return {'one': self.told[-1]} if self.told else {}
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.publication.carriers.shard_receiver import ShardReceiver, require_tiled
+from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.carriers.stream_receiver import Reader, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.files_channel import DeviceChannel
@@ -285,3 +286,21 @@ def test_over_sockets(tmp_path_factory):
         assert len(list(directory.iterdir())) == PROCESSES
         channel.close()
         assert len(list(directory.iterdir())) == PROCESSES - 1  # its own socket is gone, the other processes' are not
+
+
+@pytest.mark.parametrize('kind', ['stream', 'shm'])
+def test_a_version_that_is_sent_again_whole_is_in_one_chain_only(tmp_path_factory, kind):
+    """A pinned version keeps one of three buffers, and the other two take all versions that follow."""
+    directory = tmp_path_factory.mktemp('s')
+    with contextlib.ExitStack() as opened:
+        open_one = {
+            'stream': lambda number: StreamSender(prove_sender, directory=directory),
+            'shm': lambda number: ShmSender(directory / f'segment-{number}'),
+        }[kind]
+        senders = [opened.enter_context(contextlib.closing(open_one(number))) for number in range(PROCESSES)]
+        everywhere = Processes(senders, delta=True)
+        leader = ShardVersions(everywhere, name=kind, delta=True)
+        for version in range(8):
+            leader.transfer(version, over(first(version)))  # every element changed: sent as a delta, and again
+            leader.release(version, [1] if version else [])
+        assert everywhere.calls.count('repeat_shards') >= 4

@@ -22,6 +22,7 @@ from areal_jax.app.parts.part_settings import build_schedule, build_shard_versio
 from areal_jax.config import TrackedConfig
 from areal_jax.config.addresses import OWN_HOST
 from areal_jax.config.kinds import CHANNEL, STREAM, find_channel, resolve
+from areal_jax.distributed import rendezvous
 from areal_jax.distributed.handshake import key_path, load_key
 from areal_jax.distributed.peers import prove_as_client, prove_as_server
 from areal_jax.learning.blockwise import cut_blocks, leaf_sizes
@@ -35,7 +36,7 @@ from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, VersionWriter
 from areal_jax.publication.record import RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
-from areal_jax.publication.shard_channel import ShardChannel, ShardSender
+from areal_jax.publication.shard_channel import ShardCarrier, ShardChannel, ShardSender
 from areal_jax.publication.shard_versions import Everywhere
 from areal_jax.publication.versions import name_version
 from areal_jax.sharding.placement import Place
@@ -145,16 +146,18 @@ def build_carried(parts: ChannelParts) -> RecordChannel | ShardChannel:
     return ShardChannel(versions, readers, own, verify=config.publication.verify)
 
 
-def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = '') -> RecordSender:
+def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = '') -> ShardCarrier:
     """Opens the carrier of this process, one of a learner, for a channel of records.
 
-    `own_host`: where this process listens if publication.listen='own'.
+    `own_host`: where this process listens if publication.listen='own'; '' = at its interface towards the coordinator.
     """
     publication = config.publication
     deadline_s, share = publication.reader_deadline_s, _share(config)
     if publication.channel == STREAM.name:
         prove = functools.partial(prove_as_server, key=stream_key(workdir))
-        listen = own_host if publication.listen == OWN_HOST else publication.listen
+        listen = publication.listen
+        if listen == OWN_HOST:
+            listen = own_host or rendezvous.own_host(config.distributed.coordinator)
         return StreamSender(prove, listen, delta_share=share, frame_deadline_s=deadline_s)
     sweep()
     path = segment_path(name_run(workdir), secrets.token_hex(4))
@@ -163,7 +166,7 @@ def open_sender(config: TrackedConfig, workdir: pathlib.Path, own_host: str = ''
     return sender
 
 
-def share_sender(config: TrackedConfig, sender: RecordSender) -> ShardSender:
+def share_sender(config: TrackedConfig, sender: ShardCarrier) -> ShardSender:
     """Builds the end of this process over its carrier."""
     return ShardSender(sender, delta=config.publication.delta)
 

@@ -68,18 +68,18 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves,
     # which needs the followers. They end when it dismisses them, or when they notice that it is gone.
     ignore_signals()
-    with open_versions(tracked, workdir, model, rendezvous.own_host(config.distributed.coordinator)) as versions:
+    with open_versions(tracked, workdir, model) as versions:
         follow(learner, leader, versions=versions, deadline_s=deadline_s)
 
 
 @contextlib.contextmanager
 def open_versions(
-    config: TrackedConfig, workdir: pathlib.Path, model: Model, host: str, *, finishes: bool = False
+    config: TrackedConfig, workdir: pathlib.Path, model: Model, host: str = '', *, finishes: bool = False
 ) -> Iterator[PartWriter | ShardSender]:
     """Opens what writes or sends this process's part of versions.
 
     Args:
-      host: where other machines reach this process.
+      host: see open_sender.
       finishes: this process also writes the files that accompany the weights.
     """
     if find_channel(config.publication.channel).sends_records:

@@ -196,6 +196,14 @@ class ShmSender:
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
         self._lowest, self._pinned = version, frozenset(pinned)
 
+    def withdraw(self, version: int) -> None:
+        """See shard_channel.ShardCarrier."""
+        place = self._segment.newest
+        chain = self._chains.get(place, [])
+        if len(chain) > 1 and chain[-1].version == version:
+            chain.pop()
+            self._segment.set_n_records(place, len(chain))
+
     def held(self) -> Mapping[str, Held]:
         """The version that each living reader acknowledged last, by name; of two with one name, the later one's."""
         rows = [read_row(self._segment.reader_row(reader)) for reader in self._segment.living_readers()]

@@ -166,6 +166,13 @@ class StreamChains:
             place.records.append(stored)
             self._newest = place
 
+    def withdraw(self, version: int) -> None:
+        """Removes the last record if it is the delta of a version that no reader was told of."""
+        with self._changed:
+            records = [] if self._newest is None else self._newest.records
+            if len(records) > 1 and records[-1].held.version == version:
+                records.pop()
+
     @contextlib.contextmanager
     def lend(self, version: int, known: Held | None, stop: Stop) -> Iterator[StoredRecord | None]:
         """Yields the next record on the way to `version`, or None if none is missing.
@@ -290,6 +297,10 @@ class StreamSender:
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
         self._chains.release(version, pinned)
+
+    def withdraw(self, version: int) -> None:
+        """See shard_channel.ShardCarrier."""
+        self._chains.withdraw(version)
 
     def held(self) -> Mapping[str, Held]:
         """The version that each connected reader acknowledged last, by name."""

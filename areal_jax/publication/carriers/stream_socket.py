@@ -206,6 +206,7 @@ Prove: TypeAlias = Callable[
 _MOST_PATH_BYTES = 107  # of sockaddr_un, without the zero at the end
 _FOLDER, _NAME, _UNBORN = 'areal_jax-weights-', 's', 'b'
 _BACKLOG = 128
+_UNBORN_S = 10.0
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a host that is gone is noticed in 40 s
 
@@ -298,7 +299,10 @@ def remove_unix(path: pathlib.Path) -> None:
 
 
 def sweep_unix(directory: pathlib.Path | None = None) -> list[pathlib.Path]:
-    """Removes this user's sockets that no process listens at any more; returns their paths."""
+    """Removes this user's sockets that no process listens at any more; returns their paths.
+
+    A directory without a socket belongs to a process that makes or removes it; after `_UNBORN_S` that process is dead.
+    """
     parent, removed = pathlib.Path(tempfile.gettempdir()) if directory is None else directory, list[pathlib.Path]()
     for folder in sorted(parent.glob(f'{_FOLDER}*')):
         with contextlib.suppress(OSError):
@@ -310,13 +314,15 @@ def sweep_unix(directory: pathlib.Path | None = None) -> list[pathlib.Path]:
 
 
 def _is_listening(path: pathlib.Path) -> bool:
-    """Whether a process listens at the socket; also True if the directory has no socket yet."""
+    """Whether a process listens at the socket; also True if the directory has had no socket for a short time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_LEAST_WAIT_S)
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return False
+        except FileNotFoundError:
+            return time.time() - path.parent.stat().st_mtime < _UNBORN_S
         except OSError:
             return True
     return True

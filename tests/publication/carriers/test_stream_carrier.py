@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.distributed.peers import prove_as_client
+from areal_jax.distributed.peers import MAGIC, prove_as_client
 from areal_jax.publication.carriers import stream_sender
 from areal_jax.publication.carriers.stream_receiver import StreamReceiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
@@ -285,7 +286,7 @@ def test_another_key_is_refused_by_both(sender, open_reader):
     # one that skips the proof gets nothing but the end of the connection
     with connect(addresses(sender)[1], 5.0) as raw:
         raw.settimeout(20.0)
-        raw.sendall(b'areal-jax wire 1' + bytes(32) + bytes(32))
+        raw.sendall(MAGIC + bytes(32) + bytes(32))
         answer = b''
         with contextlib.suppress(ConnectionResetError):
             while content := raw.recv(1 << 16):
@@ -389,6 +390,9 @@ def test_a_dead_socket_is_swept(directory):
     (directory / 'areal_jax-weights-being-made').mkdir()
     assert sweep_unix(directory) == [path]
     assert [left.name for left in directory.iterdir()] == ['areal_jax-weights-being-made']
+    os.utime(directory / 'areal_jax-weights-being-made', (0, time.time() - 60))  # its process was killed
+    sweep_unix(directory)
+    assert list(directory.iterdir()) == []
 
 
 def test_an_interface_of_another_machine_is_refused(directory):
