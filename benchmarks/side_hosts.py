@@ -252,8 +252,7 @@ def prepare_versions(arguments: dict[str, Any]) -> Any:
 
             def everywhere(name: str, *args: Any, copy: Any = None) -> list[Any]:
                 results = publish_everywhere(peers, own)(name, *args, copy=copy)
-                if name != 'release_shards':
-                    sent[:] = [each['n_bytes'] for each in results]
+                sent[:] = [each['n_bytes'] for each in results]
                 return results
 
             channel = ShardVersions(everywhere, name='stream', delta=arguments['delta'])

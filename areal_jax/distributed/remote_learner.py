@@ -366,7 +366,7 @@ COMMANDS = frozenset(
         *('publish', 'save', 'restore', 'require_finite'),
     }
 )
-_SHARD_COMMANDS = frozenset({'send_shards', 'repeat_shards', 'release_shards'})
+_SHARD_COMMANDS = frozenset({'send_shards', 'repeat_shards'})
 _COPIES = 4  # versions published and not yet written: publication is never further behind
 
 
@@ -488,16 +488,12 @@ class _Execution:
             return writer.write(directory, version, copy)
         return writer.finish(directory, version, copy, *rest)
 
-    def _send_shards(self, command: Command, sender: ShardSender) -> SentShards | None:
+    def _send_shards(self, command: Command, sender: ShardSender) -> SentShards:
         if command.name == 'repeat_shards':
             return sender.repeat_shards(*command.args)
-        if command.name == 'release_shards':
-            sender.release_shards(*command.args)
-            return None
-        version, whole = command.args
         with self._lock:
-            copy = self._published.pop(version)
-        return sender.send_shards(version, whole, copy)
+            copy = self._published.pop(command.args[0])
+        return sender.send_shards(*command.args, copy)
 
     def _keep(self, version: int, copy: Tree) -> None:
         if self._versions is None:

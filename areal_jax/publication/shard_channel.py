@@ -58,12 +58,15 @@ class ShardSender:
         self._last: tuple[Held, Mapping[str, LeafDigest]] | None = None
         self._plan: tuple[Mapping[str, object], Sequence[Shard]] = ({}, ())
 
-    def send_shards(self, version: int, whole: bool, copy: Tree) -> SentShards:
+    def send_shards(self, version: int, whole: bool, lowest: int, pinned: Collection[int], copy: Tree) -> SentShards:
         """Sends this process's shards of `copy`, global arrays over all processes, whole or as the changes since the
         version that was sent last.
 
+        `lowest` and `pinned` are the arguments of the last RecordSender.release.
+
         Raises PublicationError for weights with NaN or infinity, if the carrier fails, and for changes since nothing.
         """
+        self._sender.release(lowest, pinned)
         values = take_shards(copy, self._find_shards(copy))
         on_host = all(isinstance(each, np.ndarray) for each in values.values())
         manifest = finite_host_manifest(dict(values), version) if on_host else finite_shard_manifest(values, version)
@@ -96,10 +99,6 @@ class ShardSender:
         self._last = Held(header.version, header.manifest_hash), header.leaves
         leaves = encode_manifest(header.manifest)
         return SentShards(address=address, leaves=leaves, n_bytes=header.n_bytes, changed=changed)
-
-    def release_shards(self, version: int, pinned: Collection[int] = ()) -> None:
-        """See RecordSender.release."""
-        self._sender.release(version, pinned)
 
     def close(self) -> None:
         self._sender.close()

@@ -32,7 +32,7 @@ class Everywhere(Protocol):
     """Calls a method of the ShardSender of every process at the same time."""
 
     def __call__(self, name: str, *args: object, copy: Tree = None) -> list[SentShards]:
-        """Returns the results, in the order of the processes; a release has none.
+        """Returns the results, in the order of the processes.
 
         `copy`: the version, where this process has a part of it. Raises PublicationError if a process failed.
         """
@@ -59,6 +59,7 @@ class ShardVersions:
     def __init__(self, everywhere: Everywhere, *, name: str, delta: bool, base_every: int = 20):
         self._everywhere, self._name, self._delta, self._base_every = everywhere, name, delta, base_every
         self._chain: _Chain | None = None  # None: the next version is sent whole
+        self._released: tuple[int, list[int]] = 0, []  # told to the processes with the next version, which needs room
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
         """Returns when every process has its shards ready for readers; the handle is the name of the version.
@@ -68,7 +69,7 @@ class ShardVersions:
         chain, self._chain = self._chain, None  # if a process fails, readers may or may not have this version
         if chain is not None and not (self._delta and chain.begun < version < chain.begun + self._base_every):
             chain = None
-        sent = self._everywhere('send_shards', version, chain is None, copy=copy)
+        sent = self._everywhere('send_shards', version, chain is None, *self._released, copy=copy)
         if chain is not None:
             chain = dataclasses.replace(chain, nbytes=chain.nbytes + _count_bytes(sent))
             if chain.nbytes >= chain.whole_bytes or not all(each['address'] for each in sent):
@@ -94,7 +95,7 @@ class ShardVersions:
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
         """See protocols.Channel."""
-        self._everywhere('release_shards', version, sorted(pinned))
+        self._released = version, sorted(pinned)
 
 
 def add_digests(parts: Iterable[Mapping[str, EncodedDigest]]) -> dict[str, EncodedDigest]:
