@@ -491,9 +491,10 @@ class _Execution:
     def _send_shards(self, command: Command, sender: ShardSender) -> SentShards:
         if command.name == 'repeat_shards':
             return sender.repeat_shards(*command.args)
+        version, whole, lowest, pinned = command.args
         with self._lock:
-            copy = self._published.pop(command.args[0])
-        return sender.send_shards(*command.args, copy)
+            copy = self._published.pop(version)
+        return sender.send_shards(version, whole, lowest, pinned, copy)
 
     def _keep(self, version: int, copy: Tree) -> None:
         if self._versions is None:
