@@ -107,9 +107,9 @@ def toy_run(places, monkeypatch):
     placed = []
     place = RowLayout.place
 
-    def note(self, rows):
+    def note(self, rows, *args):
         placed.append(rows)
-        return place(self, rows)
+        return place(self, rows, *args)
 
     monkeypatch.setattr(RowLayout, 'place', note)
     monkeypatch.setattr(toys, 'ToyBackend', PlacesBackend)

@@ -47,9 +47,9 @@ def note_step(learner: SpmdLearner, monkeypatch: pytest.MonkeyPatch, *, on_accel
             metrics.append(made[1])
         return made
 
-    def place_noted(layout, rows):
+    def place_noted(layout, *args):
         events.append('place')
-        return place(layout, rows)
+        return place(layout, *args)
 
     def wait_noted(value):
         events.extend(f'wait {number}' for number, one in enumerate(metrics) if one is value)

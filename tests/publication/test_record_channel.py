@@ -14,7 +14,6 @@ from areal_jax.publication.files_channel import DeviceChannel, FilesChannel
 from areal_jax.publication.record import Record
 from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import PublicationError
-from areal_jax.sharding.rules import SharedLeaf
 from tests.publication.bits16 import Carrier, first_version, held_of, make_versions, next_version, over
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
@@ -182,14 +181,6 @@ def test_leaves_of_any_size_and_any_bits():
         published = channel.transfer(version, tree)
         assert published.size.record == 'delta'
         assert_bit_equal(channel.receive(published), tree)
-
-
-def test_a_learner_over_several_processes_is_refused():
-    shared = {'leaf': SharedLeaf((2,), np.dtype('float32'), 1, (), None)}
-    with pytest.raises(
-        PublicationError, match=r"channel='memory' with a learner over several processes: each holds a p"
-    ):
-        over(Carrier()).transfer(0, shared)
 
 
 # Readers.

@@ -45,7 +45,7 @@ def test_a_gguf_file_and_one_in_a_package(tmp_path):
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
-        ('', r"^--model='' names no model: give the --workdir of a run, one of its checkpoints, hf:ORG/NAME, "),
+        ('', r"^--model='' names no model: give the --workdir or run.mirror of a run, one of its checkpoints, hf:"),
         ('\0', 'names no model'),
         ('nothing', 'there is no such file or directory; give'),
         ('run/checkpoints', r'the directory has no config\.json; give'),
