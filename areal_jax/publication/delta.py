@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import struct
 import zlib
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -227,12 +226,6 @@ def apply_changes(
     after = before - changes.differences if back else before + changes.differences
     words[places] = after
     return change_of_sums(positions, before, after)
-
-
-def add_sums(content: tuple[int, int], sums: Sequence[int], *, back: bool = False) -> tuple[int, int]:
-    """Returns the content of a LeafDigest with the `sums` of the changes added, or with `back` subtracted."""
-    sign = -1 if back else 1
-    return (content[0] + sign * sums[0]) % 2**32, (content[1] + sign * sums[1]) % 2**32
 
 
 def _read_stream(content: memoryview, length: int, *, deflated: bool) -> bytes:

@@ -17,7 +17,7 @@ from jax import lax
 
 from areal_jax.native.arrays import host_view, sum_words
 from areal_jax.publication.shard_plan import Runs, find_runs, is_shard, parse_shard
-from areal_jax.publication.versions import EncodedDigest, PublicationError, hash_digests
+from areal_jax.publication.versions import EncodedDigest, PublicationError, add_sums, hash_digests
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
@@ -212,9 +212,8 @@ def merge_shards(manifest: Manifest) -> Manifest:
     merged: dict[str, LeafDigest] = {}
     for name, digest in manifest.items():
         shard = parse_shard(name, digest.shape)
-        words, mixed = merged[shard.path].content if shard.path in merged else (0, 0)
-        content = (words + digest.content[0]) % 2**32, (mixed + digest.content[1]) % 2**32
-        merged[shard.path] = LeafDigest(shard.shape, digest.dtype, content)
+        known = merged[shard.path].content if shard.path in merged else (0, 0)
+        merged[shard.path] = LeafDigest(shard.shape, digest.dtype, add_sums(known, digest.content))
     return dict(sorted(merged.items()))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax.models.weights import is_float32
-from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes, encode_wide
+from areal_jax.publication.delta import ChangeFinder, encode_changes, encode_wide
 from areal_jax.publication.manifest import LeafDigest, finite_host_manifest, leaves_by_path, unfinite_error
 from areal_jax.publication.record import (
     Held,
@@ -31,7 +31,7 @@ from areal_jax.publication.record import (
     put_leaf,
 )
 from areal_jax.publication.shard_plan import find_runs, leaf_path, parse_shard
-from areal_jax.publication.versions import ChainFull, PublicationError
+from areal_jax.publication.versions import ChainFull, PublicationError, add_sums
 from areal_jax.publication.weight_buffers import Delta, WeightBuffers, decode_delta
 from areal_jax.sharding.placement import Place
 from areal_jax.sharding.rules import path_name

@@ -15,7 +15,14 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NoReturn, Protocol, TypedDict
 
-from areal_jax.publication.versions import EncodedDigest, PublicationError, hash_digests, join_addresses, name_version
+from areal_jax.publication.versions import (
+    EncodedDigest,
+    PublicationError,
+    add_sums,
+    hash_digests,
+    join_addresses,
+    name_version,
+)
 from areal_jax.types import PublicationSize, PublishedWeights, Tree
 
 
@@ -103,8 +110,8 @@ def add_digests(parts: Iterable[Mapping[str, EncodedDigest]]) -> dict[str, Encod
     total: dict[str, EncodedDigest] = {}
     for part in parts:
         for path, digest in part.items():
-            known = total[path]['content'] if path in total else [0, 0]
-            content = [(one + other) % 2**32 for one, other in zip(known, digest['content'], strict=True)]
+            known = total[path]['content'] if path in total else (0, 0)
+            content = list(add_sums(known, digest['content']))
             total[path] = EncodedDigest(shape=digest['shape'], dtype=digest['dtype'], content=content)
     return total
 

@@ -148,6 +148,11 @@ def join_addresses(addresses: Sequence[str]) -> str:
     return SHARDS + ';'.join(addresses)
 
 
+def add_sums(content: Sequence[int], sums: Sequence[int]) -> tuple[int, int]:
+    """Returns the content of a LeafDigest with the `sums` of changes, or of another shard, added."""
+    return (content[0] + sums[0]) % 2**32, (content[1] + sums[1]) % 2**32
+
+
 def hash_digests(leaves: Mapping[str, EncodedDigest]) -> str:
     """sha256, in hex, of the sorted JSON of an encoded manifest."""
     return hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()

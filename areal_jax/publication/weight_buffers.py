@@ -25,7 +25,7 @@ from areal_jax.formats.hf_config import CONFIG, read_hf_config
 from areal_jax.formats.hf_export import COMPANIONS, HfCompanions, plan_hf_files
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.weights import is_float32
-from areal_jax.publication.delta import Changes, add_sums, apply_changes, apply_wide, decode_changes
+from areal_jax.publication.delta import Changes, apply_changes, apply_wide, decode_changes
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import (
@@ -37,7 +37,7 @@ from areal_jax.publication.manifest import (
 )
 from areal_jax.publication.record import Held, Part, Record, RecordHeader, RecordReceiver, put_leaf
 from areal_jax.publication.shard_plan import Shard, parse_shard
-from areal_jax.publication.versions import MANIFEST, PublicationError, list_versions, version_path
+from areal_jax.publication.versions import MANIFEST, PublicationError, add_sums, list_versions, version_path
 from areal_jax.types import Tree
 
 _Wide: TypeAlias = tuple[Shard, Part]

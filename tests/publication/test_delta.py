@@ -7,13 +7,12 @@ import pytest
 from areal_jax.native import compiled_library
 from areal_jax.publication.delta import (
     ChangeFinder,
-    add_sums,
     apply_changes,
     decode_changes,
     encode_changes,
 )
 from areal_jax.publication.manifest import host_manifest
-from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.versions import PublicationError, add_sums
 from tests.native import needs_kernels
 
 SIDES = [pytest.param(None, id='kernel'), pytest.param(False, id='numpy')]

@@ -91,16 +91,17 @@ class Processes:
         return [getattr(sender, name)(*args) for sender in self.senders]
 
 
-def open_channel(carriers, *, delta=True, **options):
+def open_channel(*, delta=True):
+    """(The channel, the carriers of its processes, what calls their senders.)"""
+    carriers = [Carrier() for _ in range(PROCESSES)]
     everywhere = Processes(carriers, delta=delta)
-    leader = ShardVersions(everywhere, name='stream', delta=delta, **options)
-    return ShardChannel(leader, lambda address: ShardReceiver(carriers), everywhere.senders[0]), everywhere
+    leader = ShardVersions(everywhere, name='stream', delta=delta)
+    return ShardChannel(leader, lambda address: ShardReceiver(carriers), everywhere.senders[0]), carriers, everywhere
 
 
 @pytest.mark.parametrize('delta', [False, True])
 def test_versions_arrive_bit_for_bit(delta):
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers, delta=delta)
+    channel, carriers, _ = open_channel(delta=delta)
     for version, params in enumerate(versions(4)):
         published = channel.transfer(version, over(params))
         assert published.size.record == ('delta' if delta and version else 'whole')
@@ -110,7 +111,7 @@ def test_versions_arrive_bit_for_bit(delta):
 
 def test_the_hash_of_a_version_does_not_depend_on_the_shards():
     one, two = versions(2)
-    channel, _ = open_channel([Carrier() for _ in range(PROCESSES)])
+    channel, _, _ = open_channel()
     device = DeviceChannel(verify=False)
     for version, params in enumerate((one, two)):
         found = channel.transfer(version, over(params)).manifest_hash
@@ -120,8 +121,7 @@ def test_the_hash_of_a_version_does_not_depend_on_the_shards():
 def test_a_process_sends_about_its_share_of_the_bytes():
     params = {'a': np.zeros((64, 4096), np.uint16), 'b': np.zeros((2048, 64), np.uint16), 'c': np.zeros(3, np.uint16)}
     specs = {'a': P('fsdp', 'tensor'), 'b': P(), 'c': P()}
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers, delta=False)
+    channel, carriers, _ = open_channel(delta=False)
     size = channel.transfer(0, over(params, specs)).size
     assert size.nbytes == sum(leaf.nbytes for leaf in params.values())
     assert max(carrier.records[0].header.n_bytes for carrier in carriers) <= 0.26 * size.nbytes
@@ -129,8 +129,7 @@ def test_a_process_sends_about_its_share_of_the_bytes():
 
 def test_engines_take_their_own_layout():
     """Transposed matrices on one device, and other meshes, from the same shards."""
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers)
+    channel, _, _ = open_channel()
     pair = Mesh(np.array(jax.devices()[:2]).reshape(1, 1, 2), ('data', 'fsdp', 'tensor'))
     place = jax.tree.map(lambda spec: NamedSharding(pair, spec), SPECS, is_leaf=lambda spec: isinstance(spec, P))
     for version, params in enumerate(versions(3)):
@@ -141,8 +140,7 @@ def test_engines_take_their_own_layout():
 
 
 def test_a_late_reader_takes_the_whole_version_and_the_changes_after_it():
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers)
+    channel, carriers, _ = open_channel()
     made = versions(4)
     published = [channel.transfer(version, over(params)) for version, params in enumerate(made)]
     reader = WeightsReader(ShardReceiver(carriers), jax.devices()[0])
@@ -151,8 +149,7 @@ def test_a_late_reader_takes_the_whole_version_and_the_changes_after_it():
 
 
 def test_the_chain_ends_for_all_processes_where_one_has_no_room():
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, everywhere = open_channel(carriers)
+    channel, carriers, everywhere = open_channel()
     made = versions(3)
     channel.transfer(0, over(made[0]))
     carriers[1].is_full = True
@@ -167,7 +164,7 @@ def test_the_chain_ends_for_all_processes_where_one_has_no_room():
 
 
 def test_changes_of_as_many_bytes_go_whole():
-    channel, everywhere = open_channel([Carrier() for _ in range(PROCESSES)])
+    channel, _, everywhere = open_channel()
     channel.transfer(0, over(first(0)))
     other = first(1)
     published = channel.transfer(1, over(other))
@@ -176,8 +173,7 @@ def test_changes_of_as_many_bytes_go_whole():
 
 
 def test_after_a_failed_process_the_next_version_is_whole():
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers)
+    channel, carriers, _ = open_channel()
     made = versions(3)
     channel.transfer(0, over(made[0]))
     carriers[3].fails = True
@@ -190,7 +186,7 @@ def test_after_a_failed_process_the_next_version_is_whole():
 
 
 def test_nan_is_told_with_its_leaf():
-    channel, _ = open_channel([Carrier() for _ in range(PROCESSES)])
+    channel, _, _ = open_channel()
     params = first()
     params['layers']['0']['experts'][1, 2, 3] = np.nan
     with pytest.raises(PublicationError, match=r'1 of the .* values of .layers/0/experts'):
@@ -199,8 +195,7 @@ def test_nan_is_told_with_its_leaf():
 
 def test_records_that_do_not_fit_together_are_refused():
     """One process says that its changes are a whole version, another one stops at the version before."""
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers)
+    channel, carriers, _ = open_channel()
     made = versions(2)
     published = [channel.transfer(version, over(params)) for version, params in enumerate(made)]
     reader = WeightsReader(ShardReceiver(carriers), jax.devices()[0])
@@ -214,8 +209,7 @@ def test_records_that_do_not_fit_together_are_refused():
 
 
 def test_a_damaged_shard_is_found():
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers, delta=False)
+    channel, carriers, _ = open_channel(delta=False)
 
     def damage(record):
         record.parts[0] = bytes([record.parts[0][0] ^ 1]) + record.parts[0][1:]
@@ -228,8 +222,7 @@ def test_a_damaged_shard_is_found():
 
 
 def test_one_process_that_lacks_a_version_fails_the_reader_at_once():
-    carriers = [Carrier() for _ in range(PROCESSES)]
-    channel, _ = open_channel(carriers)
+    channel, carriers, _ = open_channel()
     published = channel.transfer(0, over(first()))
 
     def refuse(version, held, consume):
