@@ -30,7 +30,6 @@ _FIELDS = (
         f'run.steps={_STEPS}',
         'checkpoint.every=1',
         f'run.mirror={ADDRESS}',
-        'run.mirror_wait_s=500',
     ),
     *('telemetry.plots=False', 'telemetry.progress=False'),
 )
