@@ -24,7 +24,7 @@ import numpy as np
 from areal_jax.app.parts.engines import bind_fetch
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes
+from areal_jax.publication.delta import ChangeFinder, encode_changes
 from areal_jax.publication.manifest import LeafDigest, host_manifest, leaves_by_path, manifest_hash
 from areal_jax.publication.record import Held, Record, RecordHeader, leaf_bytes
 from areal_jax.publication.record_channel import WeightsReader
