@@ -21,6 +21,7 @@ from areal_jax.models.weight_rows import (
     BEFORE_MLP,
     BEHIND_MLP,
     COMMON,
+    DEEPSEEK_V3,
     GEMMA3,
     GLM4_MOE,
     GPT_OSS,
@@ -82,6 +83,7 @@ class ExpertFields:
     has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
     # default of first_k_dense_replace, the number of first layers, which are dense; None = no field
     dense_first: int | None = None
+    lists_dense: bool = False  # in place of that field by mlp_layer_types; `dense_first` is its default
     d_ff: int | None = None  # of dense layers
     swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
     d_shared: tuple[str, int] | None = None  # width of an expert that every token reaches; None = there is none
@@ -129,6 +131,35 @@ class DeltaNet:
         return self.value_heads * (6 * keys * values + CHUNK * (4 * keys + 3 * values))
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Attention over latents (MLA, arXiv 2405.04434, section 2.1): keys and values of a token are products of one vector.
+
+    In the expanded form every head has its keys and values. In the absorbed form the queries are multiplied with the
+    keys' matrix instead and the outputs with the values' matrix, and one head of latents is all that a cache holds.
+    """
+
+    rank: int  # numbers of a latent
+    plain_dim: int  # of a query and key, not rotated
+    rotated_dim: int  # of a query and key, behind these; the key's is one for all heads
+    value_dim: int  # of a head
+    query_rank: int = 0  # numbers of a latent of the queries; 0 = there is none
+    interleaved: bool = True  # the rotated pairs are (2j, 2j + 1), not (j, j + n/2)
+    absorbs: bool = False  # which form is computed
+
+    def __post_init__(self) -> None:
+        NOT_NEGATIVE.require('latent.query_rank', self.query_rank)
+        for name in ('rank', 'plain_dim', 'rotated_dim', 'value_dim'):
+            COUNT.require(f'latent.{name}', getattr(self, name))
+
+    @property
+    def head_dim(self) -> int:
+        """The size of the heads that attention computes: shorter queries and keys, or values, end with zeros."""
+        if self.absorbs:
+            return self.rank + self.rotated_dim
+        return max(self.plain_dim + self.rotated_dim, self.value_dim)
+
+
 EXPERT_COUNTS = ('num_experts', 'num_local_experts')
 
 
@@ -166,6 +197,7 @@ class Family:
     rotary_fraction: float = 1.0  # default of partial_rotary_factor
     delta: DeltaNet | None = None  # defaults of the linear_* fields of a family with delta nets
     full_attention_every: int = 0  # default of full_attention_interval: other layers have delta nets
+    latent: LatentAttention | None = None  # defaults of the fields of latent attention
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # defaults of sizes, by their fields
     experts: ExpertFields | None = None
     weights: tuple[Weight, ...] = COMMON
@@ -382,6 +414,49 @@ FAMILIES = {
         sizes={'vocab_size': 151552, 'hidden_size': 4096, 'num_hidden_layers': 46, 'num_attention_heads': 96},
         weights=GLM4_MOE,
     ),
+    'deepseek_v3': Family(
+        'DeepseekV3ForCausalLM',
+        4096,
+        None,
+        None,
+        'field',
+        rms_eps=1e-6,
+        latent=LatentAttention(512, 128, 64, 128, 1536),
+        experts=ExpertFields(
+            ('n_routed_experts', 256),
+            8,
+            ('moe_intermediate_size', 2048),
+            normalises=True,
+            d_ff=18432,
+            dense_first=3,
+            shared=1,
+            sigmoid=SigmoidRouter(8, 4, 2.5),
+        ),
+        sizes={'vocab_size': 129280, 'hidden_size': 7168, 'num_hidden_layers': 61, 'num_attention_heads': 128},
+        weights=DEEPSEEK_V3,
+    ),
+    'glm4_moe_lite': Family(
+        'Glm4MoeLiteForCausalLM',
+        202752,
+        None,
+        None,
+        'field',
+        rms_eps=1e-5,
+        latent=LatentAttention(512, 192, 64, 256, 768),
+        experts=ExpertFields(
+            ('n_routed_experts', 64),
+            4,
+            ('moe_intermediate_size', 1536),
+            normalises=True,
+            d_ff=10240,
+            dense_first=1,
+            lists_dense=True,
+            shared=1,
+            sigmoid=SigmoidRouter(scale=1.8),
+        ),
+        sizes={'vocab_size': 154880, 'hidden_size': 2048, 'num_hidden_layers': 47, 'num_attention_heads': 20},
+        weights=DEEPSEEK_V3,
+    ),
 }
 
 
@@ -482,6 +557,7 @@ class ModelConfig:
     gated_attention: bool = False  # attention's output is multiplied by the sigmoid of a projection of its own
     rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None = all
     delta: DeltaNet | None = None  # of the layers whose mixer it is
+    latent: LatentAttention | None = None  # of all layers; its rotated_dim is rotary_dim, and score_scale is given
 
     def __post_init__(self) -> None:
         counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')
@@ -500,6 +576,10 @@ class ModelConfig:
             )
         if (self.delta is None) == any(kind.mixer == 'delta' for kind in self.kinds):
             raise ConfigError(f'delta={self.delta} does not fit the kinds of the layers: give both or neither')
+        if self.latent and (self.head_dim, self.rotary_dim) != (self.latent.head_dim, self.latent.rotated_dim):
+            raise ConfigError(
+                f'head_dim={self.head_dim} and rotary_dim={self.rotary_dim} must be those of latent={self.latent}'
+            )
         if self.family not in FAMILIES:
             raise ConfigError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
         if len(set(self.kinds)) == 1:
@@ -527,6 +607,26 @@ class ModelConfig:
         )
         delta = self.delta if any(kind.mixer == 'delta' for kind in kinds) else None
         return dataclasses.replace(self, n_layers=layers, kinds=kinds, experts=experts, delta=delta)
+
+    def absorb(self) -> ModelConfig:
+        """The model with latent attention in its absorbed form; another model is returned as it is."""
+        if self.latent is None:
+            return self
+        latent = dataclasses.replace(self.latent, absorbs=True)
+        return dataclasses.replace(self, latent=latent, head_dim=latent.head_dim, n_kv_heads=1)
+
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers that a cache holds of a token in a layer with attention."""
+        return self.head_dim * (1 if self.latent and self.latent.absorbs else 2 * self.n_kv_heads)
+
+    @property
+    def query_latent(self) -> bool:
+        return self.latent is not None and self.latent.query_rank > 0
+
+    @property
+    def query_latent_bias(self) -> bool:
+        return self.query_latent and self.qkv_bias
 
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer if len(self.kinds) > 1 else 0]
@@ -632,6 +732,10 @@ def letter_sizes(c: ModelConfig) -> dict[str, int]:
     if c.delta:
         keys, values = c.delta.key_heads * c.delta.key_dim, c.delta.value_heads * c.delta.value_dim
         sizes |= {'QD': keys, 'VD': values, 'VH': c.delta.value_heads, 'VS': c.delta.value_dim, 'N': c.delta.taps}
+    if m := c.latent:
+        sizes |= {'QR': m.query_rank, 'L': m.rank, 'LR': m.rank + m.rotated_dim}
+        each = {'HQ': m.plain_dim + m.rotated_dim, 'HN': m.plain_dim, 'HV': m.value_dim}
+        sizes |= {letter: c.n_heads * size for letter, size in each.items()}
     return {**sizes, 'H': c.n_heads, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 

@@ -39,7 +39,10 @@ _RECORDED = {'rollout__record_routes': True, 'learner__routes': 'replay'}
 REPLAY = {'gpt_oss': _RECORDED, 'glm4_moe': _RECORDED}
 EACH = pytest.mark.parametrize(
     'family',
-    [pytest.param(name, marks=[] if name in ('smollm3', 'qwen3_5_text', 'glm4_moe') else [pytest.mark.slow]) for name in FAMILIES],
+    [
+        pytest.param(name, marks=[] if name in ('smollm3', 'qwen3_5_text', 'glm4_moe') else [pytest.mark.slow])
+        for name in FAMILIES
+    ],
 )
 
 

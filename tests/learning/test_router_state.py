@@ -55,7 +55,9 @@ def test_frozen_corrections_are_untouched_by_an_optimizer_that_decays_everything
         ('list', {}),
         ('stacked', {'accumulate': 'scan', 'max_microbatches': 8}),
         pytest.param('list', {'lora': Lora(2, 4.0, ('query',))}, marks=pytest.mark.slow),
-        pytest.param('stacked', {'mesh': make_mesh(fsdp=2, expert=2), 'rows_per_microbatch': 4}, marks=pytest.mark.slow),
+        pytest.param(
+            'stacked', {'mesh': make_mesh(fsdp=2, expert=2), 'rows_per_microbatch': 4}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_rule_moves_them_by_the_loads_of_each_step(layers, how):
