@@ -51,8 +51,8 @@ _QWEN3_NEXT = {
     'tie_word_embeddings': False, 'torch_dtype': 'bfloat16', 'use_sliding_window': False, 'vocab_size': 151936,
 }  # fmt: skip
 _GLM = {
-    'architectures': ['Glm4MoeForCausalLM'], 'attention_bias': True, 'attention_dropout': 0.0, 'first_k_dense_replace': 3,
-    'head_dim': 128, 'hidden_act': 'silu', 'hidden_size': 5120, 'intermediate_size': 12288,
+    'architectures': ['Glm4MoeForCausalLM'], 'attention_bias': True, 'attention_dropout': 0.0,
+    'first_k_dense_replace': 3, 'head_dim': 128, 'hidden_act': 'silu', 'hidden_size': 5120, 'intermediate_size': 12288,
     'max_position_embeddings': 131072, 'model_type': 'glm4_moe', 'moe_intermediate_size': 1536, 'n_group': 1,
     'n_routed_experts': 160, 'n_shared_experts': 1, 'norm_topk_prob': True, 'num_attention_heads': 96,
     'num_experts_per_tok': 8, 'num_hidden_layers': 92, 'num_key_value_heads': 8, 'num_nextn_predict_layers': 1,

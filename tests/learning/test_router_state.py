@@ -1,4 +1,4 @@
-"""Corrections of sigmoid routers in the learner: changed by their rule alone, saved, published and compared as float32."""
+"""Corrections of sigmoid routers in the learner: changed by their rule alone, saved and published."""
 
 from __future__ import annotations
 
