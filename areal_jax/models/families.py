@@ -133,7 +133,7 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """Attention over latents (MLA, arXiv 2405.04434, section 2.1): keys and values of a token are products of one vector.
+    """Attention over latents (MLA, arXiv 2405.04434, section 2.1): keys and values are products of one vector by token.
 
     In the expanded form every head has its keys and values. In the absorbed form the queries are multiplied with the
     keys' matrix instead and the outputs with the values' matrix, and one head of latents is all that a cache holds.

@@ -338,7 +338,9 @@ def _states_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevi
 def _block_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
     """Returns the bytes on a device of a block of one layer."""
     tensor = parse_engines(config.cluster.engines).find_group(len(devices)).tensor
-    position = 2 * shape.n_kv_heads * shape.head_dim * _itemsize(config.publication.dtype) // tensor
+    if absorbs := shape.latent is not None and config.rollout.mla == 'absorbed':
+        shape = shape.absorb()
+    position = shape.cached_numbers * _itemsize(config.publication.dtype) // (1 if absorbs else tensor)
     return config.rollout.block_tokens * position
 
 
