@@ -119,7 +119,7 @@ class SpmdLearner:
             self._ahead = threading.Thread(target=self._compile_ahead, name=AHEAD, daemon=True)
             self._ahead.start()
         try:
-            compared = reference and trees.split(reference, first.trains)
+            compared = None if reference is None else trees.split(reference, first.trains)
             self.state = place_state(*trees.split(params, first.trains), settings, self.programs, compared)
         except BaseException:
             self.close()
