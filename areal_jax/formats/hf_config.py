@@ -14,17 +14,8 @@ import pathlib
 from areal_jax import files
 from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, read_rotary_dim, rope_fields
 from areal_jax.formats.hf_latent import latent_fields, latent_scale, read_latent
-from areal_jax.models.families import (
-    EXPERT_COUNTS,
-    FAMILIES,
-    LAYERS_END,
-    ClampedSwiglu,
-    DeltaNet,
-    ExpertFields,
-    Experts,
-    ModelConfig,
-    SigmoidRouter,
-)
+from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, LAYERS_END, ExpertFields, ModelConfig
+from areal_jax.models.layer_parts import ClampedSwiglu, DeltaNet, Experts, SigmoidRouter
 
 CONFIG = 'config.json'
 # composite models by model_type, whose text part alone is read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from areal_jax.formats.hf_fields import Fields
-from areal_jax.models.families import LatentAttention
+from areal_jax.models.layer_parts import LatentAttention
 from areal_jax.models.ropes import RopeScaling, YarnScaling
 
 _SIZES = {  # fields of config.json by those of LatentAttention

@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_models
-from areal_jax.models.families import DeltaNet, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import DeltaNet
 from areal_jax.types import PackedBatch
 
 EMPTY = -1  # in a placement: no row here

@@ -17,7 +17,8 @@ from flax import nnx
 
 from areal_jax.models.delta_rule import DeltaInputs, Projected
 from areal_jax.models.experts import Routed, Routing, choose_experts
-from areal_jax.models.families import DeltaNet, Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import DeltaNet, Experts
 from areal_jax.models.quantized import Activations
 from areal_jax.models.rotary import rotate
 from areal_jax.models.weights import Lora, Nested, WeightSpec

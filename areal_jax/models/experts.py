@@ -28,7 +28,8 @@ from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.expert_products import Mixer, mix_blocks
-from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig, SigmoidRouter
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import ClampedSwiglu, Experts, SigmoidRouter
 
 # The mixer that a pass uses, on one device and over a mesh.
 #

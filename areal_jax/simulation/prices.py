@@ -14,7 +14,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import suggest
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.models.families import LAYERS, Experts, ModelConfig, count_parameters
+from areal_jax.models.families import LAYERS, ModelConfig, count_parameters
+from areal_jax.models.layer_parts import Experts
 from areal_jax.simulation.drawn_task import Answers
 from areal_jax.types import Work
 

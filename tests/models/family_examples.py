@@ -11,17 +11,8 @@ import numpy as np
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.delta_rule import empty_states, run_steps
-from areal_jax.models.families import (
-    DELTA,
-    FAMILIES,
-    ClampedSwiglu,
-    DeltaNet,
-    Experts,
-    LatentAttention,
-    LayerKind,
-    ModelConfig,
-    SigmoidRouter,
-)
+from areal_jax.models.families import DELTA, FAMILIES, LayerKind, ModelConfig
+from areal_jax.models.layer_parts import ClampedSwiglu, DeltaNet, Experts, LatentAttention, SigmoidRouter
 from areal_jax.models.ropes import LinearScaling, Rope, YarnScaling
 
 _SHAPE = {

@@ -23,7 +23,8 @@ from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_s
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.hub import is_hub_name, locate_model
 from areal_jax.installation import PACKAGE, locate_file
-from areal_jax.models.families import FAMILIES, DeltaNet, ExpertFields, Experts, ModelConfig, default_kinds
+from areal_jax.models.families import FAMILIES, ExpertFields, ModelConfig, default_kinds
+from areal_jax.models.layer_parts import DeltaNet, Experts
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
