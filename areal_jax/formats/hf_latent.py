@@ -28,13 +28,13 @@ def read_latent(fields: Fields, default: LatentAttention) -> LatentAttention:
 
 def latent_scale(latent: LatentAttention, scaling: RopeScaling | None) -> float:
     """The scale of scores: of the size of queries and keys, times the square of YaRN's growth for mscale_all_dim."""
-    scale = (latent.plain_dim + latent.rotated_dim) ** -0.5
+    scale = latent.scale
     if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim or scaling.factor <= 1:
         return scale
     return scale * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
 
 def latent_fields(latent: LatentAttention) -> dict[str, object]:
-    """The fields of latent attention; raises nothing."""
+    """The fields of latent attention."""
     sizes = {name: getattr(latent, size) for size, name in _SIZES.items()}
     return {**sizes, 'q_lora_rank': latent.query_rank or None, 'rope_interleave': latent.interleaved}

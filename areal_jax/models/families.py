@@ -489,6 +489,13 @@ class ModelConfig:
         return self.head_dim * (1 if self.latent and self.latent.absorbs else 2 * self.n_kv_heads)
 
     @property
+    def mixed_dim(self) -> int:
+        """The mean size of a head's key and value, without the zeros that fill one of them."""
+        if self.latent is None or self.latent.absorbs:
+            return self.head_dim
+        return (self.latent.plain_dim + self.latent.rotated_dim + self.latent.value_dim) // 2
+
+    @property
     def query_latent(self) -> bool:
         return self.latent is not None and self.latent.query_rank > 0
 

@@ -97,6 +97,11 @@ class LatentAttention:
             COUNT.require(f'latent.{name}', getattr(self, name))
 
     @property
+    def scale(self) -> float:
+        """The factor of the scores, but for what YaRN multiplies it with."""
+        return float((self.plain_dim + self.rotated_dim) ** -0.5)
+
+    @property
     def head_dim(self) -> int:
         """The size of the heads that attention computes: shorter queries and keys, or values, end with zeros."""
         if self.absorbs:

@@ -139,7 +139,7 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
     counts = [(row.path, parameters) for row, parameters in count_parameters(config)]
     of_layers = sum(count for path, count in counts if path.startswith(LAYERS) and _multiplies(path))
     in_windows = sum(kind.window is not None for kind in config.kinds) * (config.n_layers // len(config.kinds))
-    of_layer = 2 * config.n_kv_heads * config.head_dim * CACHE_BYTES
+    of_layer = config.absorb().cached_numbers * CACHE_BYTES
     heads = [count for path, count in counts if path == ('embedding' if config.tie_embeddings else 'head')]
     return ModelShape(
         name,
@@ -147,7 +147,10 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
         product_parameters=of_layers + sum(heads),
         head_parameters=sum(heads),
         layers=config.n_layers,
-        attention_width=config.n_heads * config.head_dim * (config.n_layers - config.n_delta_layers) // config.n_layers,
+        attention_width=config.n_heads
+        * config.mixed_dim
+        * (config.n_layers - config.n_delta_layers)
+        // config.n_layers,
         kv_bytes=(config.n_layers - config.n_delta_layers) * of_layer,
         hidden=config.d_model,
         expert_parameters=sum(count for path, count in counts if '/experts/' in path),

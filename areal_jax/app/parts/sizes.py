@@ -382,6 +382,7 @@ def _in_use(config: TrackedConfig) -> int:
 
 def _prefill_width(shape: ModelConfig) -> int:
     """Returns the values per layer and token of a packed prefill: two streams, queries, keys, values, the MLP."""
+    shape = shape.absorb()
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
     chosen = shape.experts.per_token * shape.experts.d_expert if shape.experts else 0
     return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)

@@ -307,7 +307,7 @@ def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
     """Raises ConfigError if the heads or the experts cannot be divided evenly."""
     require_experts(config, expert, ENGINES)
     require_delta_heads(config, tensor, ENGINES)
-    if config.n_heads % tensor or config.n_kv_heads % tensor:
+    if config.n_heads % tensor or (config.n_kv_heads % tensor and not _stores_latents(config)):
         raise ConfigError(
             f'tensor={tensor} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
             'key heads of the model; use a common divisor'
