@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config import default_config
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.training import find_balance_problems
 from areal_jax.learning import passes
 from areal_jax.learning import weights as trees
 from areal_jax.models.decoder import Decoder
@@ -15,6 +17,7 @@ from areal_jax.models.weights import Lora, is_router_state, leaf_at
 from areal_jax.publication.manifest import by_path
 from areal_jax.sharding.rules import make_mesh
 from tests.learning import examples
+from tests.learning.block_examples import make_block_learner
 from tests.learning.examples import make_optimizer, random_groups
 from tests.models.family_examples import CONFIGS, draw
 
@@ -115,3 +118,19 @@ def test_a_reference_keeps_its_own():
 def test_models_without_such_routers_are_refused_the_rule():
     with pytest.raises(ConfigError, match=r'learner\.router_bias_rate=0\.125 needs a model with sigmoid routers'):
         examples.make_learner(router_bias_rate=RATE)
+
+
+def test_blocks_whose_leaves_are_all_trained_are_refused():
+    with pytest.raises(ConfigError, match=r'optimizer\.blocks=2 trains all leaves of a block, and the corrections'):
+        make_block_learner(blocks=2, decoder=Decoder(CONFIG), params=PARAMS)
+
+
+def test_a_rate_next_to_the_split_of_the_ratio_is_refused():
+    config = default_config()
+    config.learner.router_bias_rate = 0.01
+    assert not list(find_balance_problems(config))
+    config.diagnostics.ratio_sample = 0.5
+    [said] = find_balance_problems(config)
+    assert said.startswith(
+        'diagnostics.ratio_sample=0.5 keeps the trained weights of earlier versions, and learner.rou'
+    )
