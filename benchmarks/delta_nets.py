@@ -26,7 +26,8 @@ import numpy as np
 from areal_jax.learning.forward import forward
 from areal_jax.learning.packed_rows import decoder_cost, visible_pairs
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import DeltaNet, ModelConfig, default_kinds
+from areal_jax.models.families import ModelConfig, default_kinds
+from areal_jax.models.layer_parts import DeltaNet
 from benchmarks.case import make_groups, make_work
 from benchmarks.objectives import DEFAULT, Size, make_learner, make_objective, timed
 from benchmarks.options import Row, make_parser, report, run, show

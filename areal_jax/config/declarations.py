@@ -62,7 +62,17 @@ from areal_jax.files import is_address
 
 
 # of random models
-EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe', 'gpt_oss', 'qwen3_5_moe_text', 'qwen3_next', 'glm4_moe')
+EXPERT_FAMILIES = (
+    'qwen3_moe',
+    'mixtral',
+    'olmoe',
+    'gpt_oss',
+    'qwen3_5_moe_text',
+    'qwen3_next',
+    'glm4_moe',
+    'deepseek_v3',
+    'glm4_moe_lite',
+)
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),

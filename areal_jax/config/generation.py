@@ -139,6 +139,13 @@ class RolloutSection(ConfigSection):
         used_if=_decodes,
         also_for=_BY_ENGINES,
     )
+    mla: str = choice(
+        'absorbed',
+        ('absorbed', 'expanded'),
+        'latent attention: absorbed = caches hold latents; expanded = keys and values of each head, as in training',
+        used_if=_has_own_engines,
+        also_for=_BY_ENGINES,
+    )
     record_routes: bool = flag(
         False, 'with experts: those that each token has reached, see docs/moe.md', also_for=_BY_ENGINES
     )

@@ -13,17 +13,9 @@ import pathlib
 
 from areal_jax import files
 from areal_jax.formats.hf_fields import Fields, HfError, kind_fields, read_kinds, read_rotary_dim, rope_fields
-from areal_jax.models.families import (
-    EXPERT_COUNTS,
-    FAMILIES,
-    LAYERS_END,
-    ClampedSwiglu,
-    DeltaNet,
-    ExpertFields,
-    Experts,
-    ModelConfig,
-    SigmoidRouter,
-)
+from areal_jax.formats.hf_latent import latent_fields, latent_scale, read_latent
+from areal_jax.models.families import EXPERT_COUNTS, FAMILIES, LAYERS_END, ExpertFields, ModelConfig
+from areal_jax.models.layer_parts import ClampedSwiglu, DeltaNet, Experts, SigmoidRouter
 
 CONFIG = 'config.json'
 # composite models by model_type, whose text part alone is read
@@ -168,7 +160,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
         'num_hidden_layers': config.n_layers,
         'num_attention_heads': config.n_heads,
         'num_key_value_heads': config.n_kv_heads,
-        'head_dim': config.head_dim,
+        **({} if config.latent else {'head_dim': config.head_dim}),
         'hidden_act': 'silu',
         'rms_norm_eps': config.rms_eps,
         **rope_fields(config),
@@ -196,13 +188,15 @@ def _model_config(fields: Fields, family: str) -> ModelConfig:
     n_layers = size('num_hidden_layers', end=LAYERS_END)
     n_heads = size('num_attention_heads')
     d_model = size('hidden_size')
-    if fields.get('head_dim', defaults.head_dim) is None and d_model % n_heads:
+    has_own = defaults.latent is not None or fields.get('head_dim', defaults.head_dim) is not None
+    if not has_own and d_model % n_heads:
         raise HfError(
             f'{fields.path}: hidden_size={d_model} is not a multiple of num_attention_heads={n_heads}, and there is no '
             'head_dim'
         )
     n_kv_heads = n_heads if fields.is_null('num_key_value_heads') else defaults.n_kv_heads or n_heads
-    head_dim = fields.integer('head_dim', defaults.head_dim or d_model // n_heads)
+    latent = defaults.latent and read_latent(fields, defaults.latent)
+    head_dim = latent.head_dim if latent else fields.integer('head_dim', defaults.head_dim or d_model // n_heads)
     rope, kinds = read_kinds(fields, family, n_layers)
     attention_bias = defaults.attention_bias.endswith('field') and fields.flag('attention_bias', defaults.biased)
     own = {'qkv_bias': True} if attention_bias else {}
@@ -224,11 +218,12 @@ def _model_config(fields: Fields, family: str) -> ModelConfig:
         output_bias=attention_bias and defaults.attention_bias == 'field',
         rope_scaling=rope.scaling,
         kinds=kinds,
-        rotary_dim=read_rotary_dim(fields, family, head_dim),
+        rotary_dim=latent.rotated_dim if latent else read_rotary_dim(fields, family, head_dim),
+        latent=latent,
         delta=_delta(fields, family) if any(kind.mixer == 'delta' for kind in kinds) else None,
         experts=_experts(fields, family, n_layers),
         embedding_factor=math.sqrt(d_model) if defaults.scales_embedding else 1.0,
-        score_scale=_score_scale(fields, family, head_dim),
+        score_scale=latent_scale(latent, rope.scaling) if latent else _score_scale(fields, family, head_dim),
         logit_cap=fields.optional_number('final_logit_softcapping') if defaults.score_scalar is not None else None,
         **defaults.switches | own,
     )
@@ -284,8 +279,16 @@ def _delta(fields: Fields, family: str) -> DeltaNet:
 
 def _dense_layers(fields: Fields, names: ExpertFields, n_layers: int) -> tuple[int, ...]:
     """The first layers, or the layers in mlp_only_layers and all but each `decoder_sparse_step`-th."""
+    if names.lists_dense and (kinds := fields.get('mlp_layer_types')) is not None:
+        if not isinstance(kinds, list) or len(kinds) != n_layers or not {'sparse'} <= {*kinds} <= {'dense', 'sparse'}:
+            raise fields.unsupported('mlp_layer_types', kinds, f"{n_layers} entries of 'dense' or 'sparse'")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == 'dense')
     if names.dense_first is not None:
-        first = fields.integer('first_k_dense_replace', names.dense_first, least=0)
+        first = (
+            names.dense_first
+            if names.lists_dense
+            else fields.integer('first_k_dense_replace', names.dense_first, least=0)
+        )
         if first >= n_layers:
             raise HfError(f'{fields.path}: first_k_dense_replace={first} leaves no layer with experts')
         return tuple(range(first))
@@ -336,6 +339,8 @@ def _family_fields(config: ModelConfig) -> dict[str, object]:
             'attn_logit_softcapping': None,
         }
         fields['use_bidirectional_attention'] = False
+    if config.latent is not None:
+        fields |= latent_fields(config.latent)
     if config.delta is not None:
         fields |= {name: getattr(config.delta, size) for size, name in _DELTA_SIZES.items()}
     return fields | kind_fields(config) | _expert_fields(config)
@@ -361,7 +366,11 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
     if experts.sigmoid is not None:
         router = experts.sigmoid
         fields |= {'n_group': router.groups, 'topk_group': router.kept_groups, 'routed_scaling_factor': router.scale}
-    if names.dense_first is not None:
+    if names.lists_dense:
+        fields['mlp_layer_types'] = [
+            'sparse' if config.has_experts(layer) else 'dense' for layer in range(config.n_layers)
+        ]
+    elif names.dense_first is not None:
         fields['first_k_dense_replace'] = len(experts.dense_layers)
     if names.normalised is None:
         fields['norm_topk_prob'] = experts.normalised
@@ -376,9 +385,14 @@ def _require_expressible(config: ModelConfig) -> None:
     expected: dict[str, object] = {**family.switches, 'plain': False}
     del expected['qkv_bias']  # below
     expected['embedding_factor'] = math.sqrt(config.d_model) if family.scales_embedding else 1.0
-    if family.rotary_fraction == 1.0:
+    if (family.latent is None) != (config.latent is None):
+        raise HfError(f'latent={config.latent} cannot be written for family={config.family!r}')
+    if family.latent is not None:
+        scale = config.latent and latent_scale(config.latent, config.rope_scaling)
+        expected |= {'rotary_dim': config.rotary_dim, 'score_scale': scale, 'logit_cap': None}
+    elif family.rotary_fraction == 1.0:
         expected['rotary_dim'] = None
-    if family.score_scalar is None:
+    if family.score_scalar is None and family.latent is None:
         expected |= {'score_scale': None, 'logit_cap': None}
     if family.qk_norm_field:
         del expected['qk_norm']
@@ -392,7 +406,8 @@ def _require_expressible(config: ModelConfig) -> None:
         if family.experts.normalised is not None and config.experts.normalised != family.experts.normalised:
             raise HfError(f'normalised={config.experts.normalised} cannot be written for family={config.family!r}')
         dense, shared = config.experts.dense_layers, family.experts.d_shared or family.experts.shared
-        wrong = family.experts.dense_first is not None and dense != tuple(range(len(dense)))
+        first = family.experts.dense_first is not None and not family.experts.lists_dense
+        wrong = first and dense != tuple(range(len(dense)))
         if wrong or (dense and not family.experts.has_dense):
             raise HfError(f'dense layers {dense} cannot be written for family={config.family!r}')
         whole = family.experts.shared is None or config.experts.d_shared % config.experts.d_expert == 0

@@ -4,6 +4,7 @@ The rows are in groups of equal size, and a group has rows of every leaf, one le
 table of weights. With D the size of a head and R the value heads of a key head (models/weight_rows.py has the names):
 
     q_proj                  a group for each head: D rows of its query, D of its gate
+    kv_b_proj               a group for each head: the rows of its key, the rows of its value
     in_proj_qkvz, _ba       a group for each key head: query, key, R values, R gates; R betas, R decays
     in_proj_qkv, conv1d     one group: all queries, all keys, all values
 """
@@ -111,7 +112,7 @@ def parts_of(config: ModelConfig) -> Mapping[str, Part]:
 
 def _count_groups(hf_name: str, config: ModelConfig) -> int:
     module = hf_name.split('.')[-2]
-    if module == 'q_proj':
+    if module in ('q_proj', 'kv_b_proj'):
         return config.n_heads
     if module in ('in_proj_qkvz', 'in_proj_ba'):
         assert config.delta is not None

@@ -31,7 +31,7 @@ from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.delta_rule import DeltaInputs, Recur, run_rows, specs_of
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix
-from areal_jax.models.families import CHUNK
+from areal_jax.models.layer_parts import CHUNK
 from areal_jax.models.logprobs import TokenFunction, over_mesh, sharded_token_logprobs, token_logprobs
 from areal_jax.models.vocabulary_divergence import Caps, clamped_entropy, count_kept, token_divergences
 from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices

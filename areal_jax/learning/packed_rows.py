@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_models
-from areal_jax.models.families import DeltaNet, ModelConfig
+from areal_jax.models.families import ModelConfig, count_parameters
+from areal_jax.models.layer_parts import DeltaNet
 from areal_jax.types import PackedBatch
 
 EMPTY = -1  # in a placement: no row here
@@ -65,11 +66,14 @@ def decoder_cost(c: ModelConfig) -> CostCoefficients:
     if c.delta is not None:
         return _hybrid_cost(c, c.delta)
     attention = 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.head_dim
+    if c.latent is not None:
+        own = (count for row, count in count_parameters(c) if '/attention/' in row.path and ' ' in row.shape)
+        attention = sum(own) // c.n_layers
     return cost_coefficients(
         n_layers=c.n_layers,
         n_parameters_per_layer=attention + _mlp_parameters(c) // c.n_layers,
         n_heads=c.n_heads,
-        head_dim=c.head_dim,
+        head_dim=c.mixed_dim,
         n_head_parameters=c.vocab_size * c.d_model,
     )
 

@@ -38,7 +38,7 @@ from areal_jax.learning.weights import VALUE_HEAD, Params, export_weights, scale
 from areal_jax.models.attention.backends import jax_settings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
-from areal_jax.models.families import CHUNK
+from areal_jax.models.layer_parts import CHUNK
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.models.weights import is_router_state, leaf_dtype
 from areal_jax.sharding.placement import place

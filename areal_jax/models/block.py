@@ -17,7 +17,8 @@ from flax import nnx
 
 from areal_jax.models.delta_rule import DeltaInputs, Projected
 from areal_jax.models.experts import Routed, Routing, choose_experts
-from areal_jax.models.families import DeltaNet, Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import DeltaNet, Experts
 from areal_jax.models.quantized import Activations
 from areal_jax.models.rotary import rotate
 from areal_jax.models.weights import Lora, Nested, WeightSpec
@@ -46,8 +47,10 @@ class Layer(nnx.Module):
         self.eps, self.centred, self.form = c.rms_eps, c.centred_norms, form
         self.has_norm = tuple(name in weights for name in _NORMS)
         self.has_attention = 'attention' in weights
+        self.attention: _Attention | _LatentAttention
         if self.has_attention:
-            self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
+            of_attention = _LatentAttention if c.latent else _Attention
+            self.attention = of_attention(c, _below(weights, 'attention'), lora, form)
         else:
             assert c.delta is not None
             self.delta = _DeltaNet(c.delta, _below(weights, 'delta'), lora, form, c.rms_eps)
@@ -127,6 +130,78 @@ class _Attention(nnx.Module):
             out = _gate(out, self.form.split_heads(gate[0], self.head_dim), jax.nn.sigmoid)
         [y] = _project(self.form.join_heads(out), self.output)
         return y, entry
+
+
+_LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's other norms have
+
+
+class _LatentAttention(nnx.Module):
+    """See families.LatentAttention; m.rank numbers of a latent, N and R the sizes of a key's two parts."""
+
+    query_norm: nnx.Param
+    latent_norm: nnx.Param
+    key_up: nnx.Param
+    value_up: nnx.Param
+
+    def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None, form: Activations):
+        assert c.latent is not None
+        assert c.score_scale is not None
+        _declare(self, weights)
+        names = ('query_latent', 'query', 'latent', 'output')[0 if c.query_latent else 1 :]
+        for name in names:
+            setattr(self, name, _Linear(_below(weights, name), lora, form))
+        self.sizes, self.form, self.query_latents = c.latent, form, c.query_latent
+        self.query_factor = c.score_scale * math.sqrt(c.head_dim)
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
+        m, form = self.sizes, self.form
+        [down] = _project(x, self.latent)
+        known = form.split_heads(down, m.rank + m.rotated_dim)  # [T, 1, rank + R]
+        latent = rms_norm(known[..., : m.rank], self.latent_norm[...], _LATENT_EPS)
+        if self.query_latents:
+            [down] = _project(x, self.query_latent)
+            x = rms_norm(down, form.by_feature(self.query_norm[...]), _LATENT_EPS, form.features)
+        [q] = _project(x, self.query)
+        q = form.split_heads(q, m.plain_dim + m.rotated_dim)
+        q = (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
+        plain, turned = q[..., : m.plain_dim], self._turn(q[..., m.plain_dim :], rotation)
+        key = self._turn(known[..., m.rank :], rotation)
+        mix = self._attend_absorbed if m.absorbs else self._attend_expanded
+        out, entry = mix(plain, turned, latent, key, attend)
+        [y] = _project(form.join_heads(out), self.output)
+        return y, entry
+
+    def _attend_expanded(
+        self, plain: jax.Array, turned: jax.Array, latent: jax.Array, key: jax.Array, attend: AttendLayer
+    ) -> tuple[jax.Array, Tree]:
+        m = self.sizes
+        keys, values = (
+            jnp.einsum('tl,lhn->thn', latent[:, 0], self._by_head(up)) for up in (self.key_up, self.value_up)
+        )
+        keys = jnp.concatenate([keys, jnp.broadcast_to(key, (*keys.shape[:2], m.rotated_dim))], axis=-1)
+        q = jnp.concatenate([plain, turned], axis=-1)
+        fill = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, m.head_dim - x.shape[-1])))
+        out, entry = attend(fill(q), fill(keys), fill(values))
+        return out[..., : m.value_dim], entry
+
+    def _attend_absorbed(
+        self, plain: jax.Array, turned: jax.Array, latent: jax.Array, key: jax.Array, attend: AttendLayer
+    ) -> tuple[jax.Array, Tree]:
+        q = jnp.concatenate([jnp.einsum('thn,lhn->thl', plain, self._by_head(self.key_up)), turned], axis=-1)
+        known = jnp.concatenate([latent, key], axis=-1)
+        out, entry = attend(q, known, known)
+        return jnp.einsum('thl,lhv->thv', out[..., : self.sizes.rank], self._by_head(self.value_up)), entry
+
+    def _by_head(self, up: nnx.Param) -> jax.Array:
+        """[rank, H, size] of a matrix [rank, H size]."""
+        m, matrix = self.sizes, up[...]
+        size = m.plain_dim if up is self.key_up else m.value_dim
+        return matrix.reshape(m.rank, -1, size)
+
+    def _turn(self, x: jax.Array, rotation: Rotation) -> jax.Array:
+        if self.sizes.interleaved:
+            x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        return rotate(x, *rotation)
 
 
 def _gate(x: jax.Array, gate: jax.Array, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from areal_jax.models.families import CHUNK, DeltaNet
+from areal_jax.models.layer_parts import CHUNK, DeltaNet
 from areal_jax.types import Tree
 
 _EPS = 1e-6  # of the lengths of queries and keys

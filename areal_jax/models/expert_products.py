@@ -31,8 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.families import ClampedSwiglu
 from areal_jax.models.grouped.products import Hardware, kernels_for, multiply
+from areal_jax.models.layer_parts import ClampedSwiglu
 from areal_jax.native import compiled_library as library
 
 BLOCK_ROWS = 32  # the order of sums in XLA's products may depend on it, so it is the same for all batches

@@ -30,7 +30,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
 from areal_jax.models.expert_parallel import Layer, choose_form, form_over, mix_by_gather
 from areal_jax.models.expert_products import Mixer, mix_blocks
-from areal_jax.models.families import ClampedSwiglu, Experts, ModelConfig, SigmoidRouter
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import ClampedSwiglu, Experts, SigmoidRouter
 
 # The mixer that a pass uses, on one device and over a mesh.
 #

@@ -12,15 +12,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.config.fields import COUNT, NOT_NEGATIVE, POSITIVE, ConfigError
+from areal_jax.models.layer_parts import ClampedSwiglu, DeltaNet, Experts, LatentAttention, SigmoidRouter
 from areal_jax.models.ropes import Rope, RopeScaling, YarnScaling
 from areal_jax.models.weight_rows import (
     BEFORE_MLP,
     BEHIND_MLP,
     COMMON,
+    DEEPSEEK_V3,
     GEMMA3,
     GLM4_MOE,
     GPT_OSS,
@@ -33,38 +33,6 @@ from areal_jax.models.weight_rows import (
     Weight,
     experts,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ClampedSwiglu:
-    """The activation of gpt-oss's experts: gate and up are clamped, and (up + 1) gate sigmoid(alpha gate)."""
-
-    limit: float
-    alpha: float
-
-    def __post_init__(self) -> None:
-        for name in ('limit', 'alpha'):
-            POSITIVE.require(f'experts.swiglu.{name}', getattr(self, name))
-
-
-@dataclasses.dataclass(frozen=True)
-class SigmoidRouter:
-    """A router whose scores are sigmoids; each layer has a correction of them that takes part in the choice alone.
-
-    The experts of a layer are in groups of equal size, and a token chooses among the experts of the best groups (arXiv
-    2412.19437, section 2.1.2).
-    """
-
-    groups: int = 1
-    kept_groups: int = 1
-    scale: float = 1.0  # of the weights of the chosen experts
-
-    def __post_init__(self) -> None:
-        for name in ('groups', 'kept_groups'):
-            COUNT.require(f'experts.sigmoid.{name}', getattr(self, name))
-        POSITIVE.require('experts.sigmoid.scale', self.scale)
-        if self.kept_groups > self.groups:
-            raise ConfigError(f'a token cannot keep {self.kept_groups} of {self.groups} groups of experts')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +50,7 @@ class ExpertFields:
     has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
     # default of first_k_dense_replace, the number of first layers, which are dense; None = no field
     dense_first: int | None = None
+    lists_dense: bool = False  # in place of that field by mlp_layer_types; `dense_first` is its default
     d_ff: int | None = None  # of dense layers
     swiglu: ClampedSwiglu | None = None  # default of the fields swiglu_limit and swiglu_alpha; None = SwiGLU
     d_shared: tuple[str, int] | None = None  # width of an expert that every token reaches; None = there is none
@@ -92,41 +61,6 @@ class ExpertFields:
     def has_dense(self) -> bool:
         """Whether a layer may have an MLP, of a width of its own."""
         return self.has_dense_layers or self.dense_first is not None
-
-
-# tokens that the rule of a delta net computes at once: more lose digits, because it subtracts logs of decays, which are
-# large where the decay is fast
-CHUNK = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaNet:
-    """The sizes of gated delta nets (arXiv 2412.06464): a state of fixed size in place of keys and values."""
-
-    key_heads: int
-    value_heads: int  # a multiple of key_heads; value head h reads key head h // (value_heads / key_heads)
-    key_dim: int  # of a head; so is value_dim
-    value_dim: int
-    taps: int = 4  # tokens of the convolution by channel before the rule, the token itself included
-
-    def __post_init__(self) -> None:
-        for name in ('key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps'):
-            COUNT.require(f'delta.{name}', getattr(self, name))
-        if self.value_heads % self.key_heads:
-            raise ConfigError(
-                f'delta.value_heads={self.value_heads} is not a multiple of delta.key_heads={self.key_heads}'
-            )
-
-    def state_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of a sequence's state in one layer; the convolution's inputs have `itemsize` bytes each."""
-        inputs = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        return 4 * self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * inputs * itemsize
-
-    @property
-    def rule_flops(self) -> int:
-        """The arithmetic of the rule for one token of a forward pass in chunks."""
-        keys, values = self.key_dim, self.value_dim
-        return self.value_heads * (6 * keys * values + CHUNK * (4 * keys + 3 * values))
 
 
 EXPERT_COUNTS = ('num_experts', 'num_local_experts')
@@ -166,6 +100,7 @@ class Family:
     rotary_fraction: float = 1.0  # default of partial_rotary_factor
     delta: DeltaNet | None = None  # defaults of the linear_* fields of a family with delta nets
     full_attention_every: int = 0  # default of full_attention_interval: other layers have delta nets
+    latent: LatentAttention | None = None  # defaults of the fields of latent attention
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # defaults of sizes, by their fields
     experts: ExpertFields | None = None
     weights: tuple[Weight, ...] = COMMON
@@ -382,6 +317,49 @@ FAMILIES = {
         sizes={'vocab_size': 151552, 'hidden_size': 4096, 'num_hidden_layers': 46, 'num_attention_heads': 96},
         weights=GLM4_MOE,
     ),
+    'deepseek_v3': Family(
+        'DeepseekV3ForCausalLM',
+        4096,
+        None,
+        None,
+        'field',
+        rms_eps=1e-6,
+        latent=LatentAttention(512, 128, 64, 128, 1536),
+        experts=ExpertFields(
+            ('n_routed_experts', 256),
+            8,
+            ('moe_intermediate_size', 2048),
+            normalises=True,
+            d_ff=18432,
+            dense_first=3,
+            shared=1,
+            sigmoid=SigmoidRouter(8, 4, 2.5),
+        ),
+        sizes={'vocab_size': 129280, 'hidden_size': 7168, 'num_hidden_layers': 61, 'num_attention_heads': 128},
+        weights=DEEPSEEK_V3,
+    ),
+    'glm4_moe_lite': Family(
+        'Glm4MoeLiteForCausalLM',
+        202752,
+        None,
+        None,
+        'field',
+        rms_eps=1e-5,
+        latent=LatentAttention(512, 192, 64, 256, 768),
+        experts=ExpertFields(
+            ('n_routed_experts', 64),
+            4,
+            ('moe_intermediate_size', 1536),
+            normalises=True,
+            d_ff=10240,
+            dense_first=1,
+            lists_dense=True,
+            shared=1,
+            sigmoid=SigmoidRouter(scale=1.8),
+        ),
+        sizes={'vocab_size': 154880, 'hidden_size': 2048, 'num_hidden_layers': 47, 'num_attention_heads': 20},
+        weights=DEEPSEEK_V3,
+    ),
 }
 
 
@@ -404,41 +382,6 @@ class LayerKind:
 
 
 DELTA = LayerKind(rotates=False, mixer='delta')
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """The experts that replace the MLP, and how a token chooses among them; see models/experts.py."""
-
-    count: int
-    per_token: int  # experts that a token reaches
-    d_expert: int  # width of an expert
-    normalised: bool = True  # the scores of the chosen experts are divided by their sum
-    dense_layers: tuple[int, ...] = ()  # ascending; these have an MLP
-    # clamped, with biases of router and experts, and gate and up in one matrix; None = SwiGLU without biases
-    swiglu: ClampedSwiglu | None = None
-    d_shared: int = 0  # width of the expert that every token reaches; 0 = there is none
-    sigmoid: SigmoidRouter | None = None  # None = softmax
-
-    def __post_init__(self) -> None:
-        if router := self.sigmoid:
-            size = self.count // router.groups
-            # a group's score is the sum of its two best
-            if self.count % router.groups or size < 2 or router.kept_groups * size < self.per_token:
-                raise ConfigError(
-                    f'{self.count} experts do not make {router.groups} equal groups of two or more, of which '
-                    f'{router.kept_groups} have the {self.per_token} that a token reaches'
-                )
-        NOT_NEGATIVE.require('experts.d_shared', self.d_shared)
-        for name in ('count', 'per_token', 'd_expert'):
-            COUNT.require(f'experts.{name}', getattr(self, name))
-        if self.per_token > self.count:
-            raise ConfigError(f'a token cannot reach {self.per_token} of {self.count} experts; lower experts_per_token')
-
-    @property
-    def route_dtype(self) -> str:
-        """The dtype of recorded routes: the smallest integers that hold all experts and one more value, for none."""
-        return 'uint8' if self.count <= np.iinfo(np.uint8).max else 'uint16'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,6 +425,7 @@ class ModelConfig:
     gated_attention: bool = False  # attention's output is multiplied by the sigmoid of a projection of its own
     rotary_dim: int | None = None  # the first numbers of a head, which are rotated; None = all
     delta: DeltaNet | None = None  # of the layers whose mixer it is
+    latent: LatentAttention | None = None  # of all layers; its rotated_dim is rotary_dim, and score_scale is given
 
     def __post_init__(self) -> None:
         counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')
@@ -500,6 +444,10 @@ class ModelConfig:
             )
         if (self.delta is None) == any(kind.mixer == 'delta' for kind in self.kinds):
             raise ConfigError(f'delta={self.delta} does not fit the kinds of the layers: give both or neither')
+        if self.latent and (self.head_dim, self.rotary_dim) != (self.latent.head_dim, self.latent.rotated_dim):
+            raise ConfigError(
+                f'head_dim={self.head_dim} and rotary_dim={self.rotary_dim} must be those of latent={self.latent}'
+            )
         if self.family not in FAMILIES:
             raise ConfigError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
         if len(set(self.kinds)) == 1:
@@ -527,6 +475,33 @@ class ModelConfig:
         )
         delta = self.delta if any(kind.mixer == 'delta' for kind in kinds) else None
         return dataclasses.replace(self, n_layers=layers, kinds=kinds, experts=experts, delta=delta)
+
+    def absorb(self) -> ModelConfig:
+        """The model with latent attention in its absorbed form; another model is returned as it is."""
+        if self.latent is None:
+            return self
+        latent = dataclasses.replace(self.latent, absorbs=True)
+        return dataclasses.replace(self, latent=latent, head_dim=latent.head_dim, n_kv_heads=1)
+
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers that a cache holds of a token in a layer with attention."""
+        return self.head_dim * (1 if self.latent and self.latent.absorbs else 2 * self.n_kv_heads)
+
+    @property
+    def mixed_dim(self) -> int:
+        """The mean size of a head's key and value, without the zeros that fill one of them."""
+        if self.latent is None or self.latent.absorbs:
+            return self.head_dim
+        return (self.latent.plain_dim + self.latent.rotated_dim + self.latent.value_dim) // 2
+
+    @property
+    def query_latent(self) -> bool:
+        return self.latent is not None and self.latent.query_rank > 0
+
+    @property
+    def query_latent_bias(self) -> bool:
+        return self.query_latent and self.qkv_bias
 
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer if len(self.kinds) > 1 else 0]
@@ -632,6 +607,10 @@ def letter_sizes(c: ModelConfig) -> dict[str, int]:
     if c.delta:
         keys, values = c.delta.key_heads * c.delta.key_dim, c.delta.value_heads * c.delta.value_dim
         sizes |= {'QD': keys, 'VD': values, 'VH': c.delta.value_heads, 'VS': c.delta.value_dim, 'N': c.delta.taps}
+    if m := c.latent:
+        sizes |= {'QR': m.query_rank, 'L': m.rank, 'LR': m.rank + m.rotated_dim}
+        each = {'HQ': m.plain_dim + m.rotated_dim, 'HN': m.plain_dim, 'HV': m.value_dim}
+        sizes |= {letter: c.n_heads * size for letter, size in each.items()}
     return {**sizes, 'H': c.n_heads, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 

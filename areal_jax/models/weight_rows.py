@@ -6,7 +6,9 @@ table from there.
 
 Sizes are letters: V vocabulary, O tokens that are predicted, C context tokens, d model width, F width of the MLP, D
 head_dim, H heads, HD all heads, KD all kv heads, E experts, M width of an expert, W twice that, S width of the shared
-expert. Of delta nets: QD all key heads, VH value heads, VD all of them, VS size of one, N taps of the convolution.
+expert. Of delta nets: QD all key heads, VH value heads, VD all of them, VS size of one, N taps of the convolution. Of
+latent attention: QR numbers of a query's latent, L of a latent, LR with its rotated key, HQ all queries, HN all keys
+without their rotated part, HV all values.
 """
 
 from __future__ import annotations
@@ -290,6 +292,36 @@ SIGMOID_EXPERTS = (
     ),
     *shared_expert('mlp.shared_experts'),
 )  # fmt: skip
+# Latent attention: see families.LatentAttention. The matrices of keys and of values share a tensor, and are no
+# projections: they are multiplied with latents or with queries and outputs, by head.
+_LATENT_ATTENTION = (
+    projection('attention/query_latent', 'd QR', 'embed features', 'self_attn.q_a_proj', when='query_latent'),
+    bias('attention/query_latent', 'QR', 'self_attn.q_a_proj', when='query_latent_bias'),
+    norm('attention/query_norm', 'QR', 'self_attn.q_a_layernorm', when='query_latent'),
+    projection('attention/query', 'QR HQ', 'embed heads', 'self_attn.q_b_proj', when='query_latent'),
+    projection('attention/query', 'd HQ', 'embed heads', 'self_attn.q_proj', unless='query_latent'),
+    projection('attention/latent', 'd LR', 'embed features', 'self_attn.kv_a_proj_with_mqa'),
+    bias('attention/latent', 'LR', 'self_attn.kv_a_proj_with_mqa', when='qkv_bias'),
+    norm('attention/latent_norm', 'L', 'self_attn.kv_a_layernorm'),
+    *(
+        Weight(
+            f'layers/*/attention/{name}_up', f'L {shape}', 'embed heads', Init.MATRIX,
+            'model.layers.*.self_attn.kv_b_proj.weight', True, part=name,
+        )
+        for name, shape in (('key', 'HN'), ('value', 'HV'))
+    ),
+    projection('attention/output', 'HV d', 'heads embed', 'self_attn.o_proj', init=Init.RESIDUAL),
+    bias('attention/output', 'd', 'self_attn.o_proj', when='output_bias'),
+)  # fmt: skip
+DEEPSEEK_V3 = (
+    *_EMBEDDING,
+    norm('attention_norm', 'd', 'input_layernorm'),
+    *_LATENT_ATTENTION,
+    norm('mlp_norm', 'd', 'post_attention_layernorm'),
+    *MLP,
+    *SIGMOID_EXPERTS,
+    *BEHIND_MLP,
+)
 GLM4_MOE = (*BEFORE_MLP, *MLP, *SIGMOID_EXPERTS, *BEHIND_MLP)
 
 # leaves that choose experts: no gradient reaches them, and no optimizer changes them

@@ -34,6 +34,7 @@ def _projections(rows: Iterable[Weight]) -> tuple[str, ...]:
 
 TARGETS = _projections(COMMON)
 DELTA_TARGETS = tuple(name for name in _projections(QWEN3_5) if name not in TARGETS)  # only hybrids have them
+LATENT_TARGETS = ('query_latent', 'latent')  # only models with latent attention have them
 ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
 
 
@@ -48,7 +49,7 @@ class Lora:
     def __post_init__(self) -> None:
         COUNT.require('lora.rank', self.rank)
         require_allowed({'lora.alpha': self.alpha})
-        known = (*TARGETS, *DELTA_TARGETS)
+        known = (*TARGETS, *DELTA_TARGETS, *LATENT_TARGETS)
         if not self.targets or set(self.targets) - set(known):
             raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(known)} and nothing else')
 
@@ -224,7 +225,7 @@ class WeightSpec:
     @property
     def multiplies(self) -> bool:
         """Whether tokens are multiplied by it in a layer: a matrix, or one for each expert."""
-        return self.is_matrix or (self.in_layers and len(self.shape) == 3)
+        return self.is_matrix or (self.in_layers and self.init in (Init.MATRIX, Init.RESIDUAL))
 
     @property
     def stacked_path(self) -> str:

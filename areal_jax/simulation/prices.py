@@ -15,7 +15,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import suggest
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.models.families import LAYERS, Experts, ModelConfig, count_parameters
+from areal_jax.models.families import LAYERS, ModelConfig, count_parameters
+from areal_jax.models.layer_parts import Experts
 from areal_jax.simulation.drawn_task import Answers
 from areal_jax.simulation.stream_prices import MEASURED_STREAM, NODE, StreamedVersion
 from areal_jax.types import Work
@@ -140,7 +141,7 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
     counts = [(row.path, parameters) for row, parameters in count_parameters(config)]
     of_layers = sum(count for path, count in counts if path.startswith(LAYERS) and _multiplies(path))
     in_windows = sum(kind.window is not None for kind in config.kinds) * (config.n_layers // len(config.kinds))
-    of_layer = 2 * config.n_kv_heads * config.head_dim * CACHE_BYTES
+    of_layer = config.absorb().cached_numbers * CACHE_BYTES
     heads = [count for path, count in counts if path == ('embedding' if config.tie_embeddings else 'head')]
     return ModelShape(
         name,
@@ -148,7 +149,10 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
         product_parameters=of_layers + sum(heads),
         head_parameters=sum(heads),
         layers=config.n_layers,
-        attention_width=config.n_heads * config.head_dim * (config.n_layers - config.n_delta_layers) // config.n_layers,
+        attention_width=config.n_heads
+        * config.mixed_dim
+        * (config.n_layers - config.n_delta_layers)
+        // config.n_layers,
         kv_bytes=(config.n_layers - config.n_delta_layers) * of_layer,
         hidden=config.d_model,
         expert_parameters=sum(count for path, count in counts if '/experts/' in path),

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.expert_check import Demand, choose_checked_mixer
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from benchmarks.gpu_parts.cells import Cells, device_memory, measure_time, run_part
 from benchmarks.gpu_parts.shapes import TINY, TrainCase, find_peak, train_case
 from benchmarks.gpu_parts.train import SEED, Training

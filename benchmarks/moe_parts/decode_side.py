@@ -52,7 +52,8 @@ def make_layer(sizes: Mapping[str, int], inputs: Mapping[str, Any]) -> tuple[Any
 
     from areal_jax.models import native_layers
     from areal_jax.models.decoder import Decoder
-    from areal_jax.models.families import Experts, ModelConfig
+    from areal_jax.models.families import ModelConfig
+    from areal_jax.models.layer_parts import Experts
 
     config = ModelConfig(
         vocab_size=8, d_model=sizes['d'], n_layers=1, n_heads=1, n_kv_heads=1, head_dim=HEAD, d_ff=8, rope_theta=1e4,

@@ -42,7 +42,8 @@ def compare(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_model(sizes: Mapping[str, int]) -> Any:
     """A ModelConfig of the Qwen3-MoE family with layers of these sizes."""
-    from areal_jax.models.families import Experts, ModelConfig
+    from areal_jax.models.families import ModelConfig
+    from areal_jax.models.layer_parts import Experts
 
     return ModelConfig(
         vocab_size=VOCABULARY, d_model=sizes['d'], n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=sizes['d'] // 4,

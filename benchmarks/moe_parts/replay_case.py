@@ -18,7 +18,8 @@ from areal_jax.learning.forward import SeenRoutes, predicting_states, score_targ
 from areal_jax.learning.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import (

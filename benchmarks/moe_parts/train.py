@@ -15,7 +15,8 @@ from typing import Any
 
 from areal_jax.errors import UserError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.publication.export import export_hf
 from benchmarks.case import make_work, save_work
 from benchmarks.moe_parts.layer_case import SIZES

@@ -33,10 +33,12 @@ FAMILIES = {
         'learner__layers': 'stacked',
         'learner__router_bias_rate': 0.01,
     },
+    'deepseek_v3': {'model__n_layers': 3, 'model__experts': 4, 'model__d_expert': 32},
+    'glm4_moe_lite': {'model__n_layers': 3, 'model__experts': 4, 'model__d_expert': 32, 'learner__layers': 'stacked'},
 }
 # recorded routes of a prompt are those of the version that read it first: tokens of a later one are computed otherwise
 _RECORDED = {'rollout__record_routes': True, 'learner__routes': 'replay'}
-REPLAY = {'gpt_oss': _RECORDED, 'glm4_moe': _RECORDED}
+REPLAY = dict.fromkeys(('gpt_oss', 'glm4_moe', 'deepseek_v3', 'glm4_moe_lite'), _RECORDED)
 EACH = pytest.mark.parametrize(
     'family',
     [

@@ -60,6 +60,21 @@ _GLM = {
     'routed_scaling_factor': 2.5, 'tie_word_embeddings': False, 'topk_group': 1, 'torch_dtype': 'bfloat16',
     'use_cache': True, 'use_qk_norm': True, 'vocab_size': 151552,
 }  # fmt: skip
+_DEEPSEEK = {
+    'architectures': ['DeepseekV3ForCausalLM'], 'attention_bias': False, 'attention_dropout': 0.0, 'ep_size': 1,
+    'first_k_dense_replace': 3, 'hidden_act': 'silu', 'hidden_size': 7168, 'intermediate_size': 18432,
+    'kv_lora_rank': 512, 'max_position_embeddings': 163840, 'model_type': 'deepseek_v3', 'moe_intermediate_size': 2048,
+    'moe_layer_freq': 1, 'n_group': 8, 'n_routed_experts': 256, 'n_shared_experts': 1, 'norm_topk_prob': True,
+    'num_attention_heads': 128, 'num_experts_per_tok': 8, 'num_hidden_layers': 61, 'num_key_value_heads': 128,
+    'num_nextn_predict_layers': 1, 'q_lora_rank': 1536, 'qk_nope_head_dim': 128, 'qk_rope_head_dim': 64,
+    'rms_norm_eps': 1e-06, 'rope_theta': 10000, 'routed_scaling_factor': 2.5, 'scoring_func': 'sigmoid',
+    'rope_scaling': {
+        'beta_fast': 32, 'beta_slow': 1, 'factor': 40, 'mscale': 1.0, 'mscale_all_dim': 1.0,
+        'original_max_position_embeddings': 4096, 'type': 'yarn',
+    },
+    'tie_word_embeddings': False, 'topk_group': 4, 'topk_method': 'noaux_tc', 'torch_dtype': 'bfloat16',
+    'use_cache': True, 'v_head_dim': 128, 'vocab_size': 129280,
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     'qwen2': {
         'architectures': ['Qwen2ForCausalLM'], 'hidden_act': 'silu', 'hidden_size': 1536, 'intermediate_size': 8960,
@@ -214,6 +229,27 @@ FORMS: dict[str, dict[str, Any]] = {
         'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5, 'partial_rotary_factor': 0.25},
         'num_attention_heads': 64,
     },
+    'deepseek_v3': _DEEPSEEK,
+    'deepseek_v3_moonlight': {  # without a latent of the queries
+        **_DEEPSEEK, 'first_k_dense_replace': 1, 'hidden_size': 2048, 'intermediate_size': 11264, 'n_group': 1,
+        'moe_intermediate_size': 1408, 'n_routed_experts': 64, 'n_shared_experts': 2, 'num_attention_heads': 16,
+        'num_experts_per_tok': 6, 'num_hidden_layers': 27, 'num_key_value_heads': 16, 'q_lora_rank': None,
+        'rope_scaling': None, 'rope_theta': 50000.0, 'routed_scaling_factor': 2.446, 'topk_group': 1,
+        'vocab_size': 163840, 'attention_bias': True,
+    },
+    'deepseek_v3_defaults': {'model_type': 'deepseek_v3'},
+    'glm4_moe_lite': {
+        'architectures': ['Glm4MoeLiteForCausalLM'], 'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 2048,
+        'intermediate_size': 10240, 'kv_lora_rank': 512, 'max_position_embeddings': 202752,
+        'model_type': 'glm4_moe_lite', 'moe_intermediate_size': 1536, 'n_group': 1, 'n_routed_experts': 64,
+        'n_shared_experts': 1, 'norm_topk_prob': True, 'num_attention_heads': 20, 'num_experts_per_tok': 4,
+        'num_hidden_layers': 47, 'num_key_value_heads': 20, 'num_nextn_predict_layers': 1, 'q_lora_rank': 768,
+        'qk_nope_head_dim': 192, 'qk_rope_head_dim': 64, 'rms_norm_eps': 1e-05, 'rope_scaling': None,
+        'rope_theta': 1000000, 'routed_scaling_factor': 1.8, 'tie_word_embeddings': False, 'topk_group': 1,
+        'topk_method': 'noaux_tc', 'v_head_dim': 256, 'vocab_size': 154880,
+        'mlp_layer_types': ['dense'] * 2 + ['sparse'] * 45,
+    },
+    'glm4_moe_lite_defaults': {'model_type': 'glm4_moe_lite'},
     'glm4_moe_defaults': {'model_type': 'glm4_moe', 'head_dim': 128},
 }  # fmt: skip
 
@@ -274,6 +310,28 @@ def _read_sigmoid(config: Any) -> dict[str, Any]:
         return {}
     names = ('n_group', 'topk_group', 'routed_scaling_factor', 'first_k_dense_replace', 'use_qk_norm')
     shared = config.moe_intermediate_size * config.n_shared_experts
+    if hasattr(config, 'kv_lora_rank'):
+        names = ('n_group', 'topk_group', 'routed_scaling_factor')
+        kinds = getattr(config, 'mlp_layer_types', None)
+        layers = range(config.num_hidden_layers)
+        dense = [i for i in layers if (i < config.first_k_dense_replace if kinds is None else kinds[i] == 'dense')]
+        import transformers
+
+        module = sys.modules[transformers.AutoModelForCausalLM._model_mapping[type(config)].__module__]
+        return {
+            'sigmoid': [getattr(config, name, None) for name in names],
+            'dense': dense,
+            'shared_expert': shared,
+            'latent': [
+                config.kv_lora_rank,
+                config.qk_nope_head_dim,
+                config.qk_rope_head_dim,
+                config.v_head_dim,
+                config.q_lora_rank or 0,
+                config.rope_interleave,
+            ],
+            'scale': module.yarn_apply_mscale(config.rope_parameters, config.qk_head_dim**-0.5),
+        }
     return {'sigmoid': [getattr(config, name, None) for name in names], 'shared_expert': shared}
 
 

@@ -37,7 +37,8 @@ def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
     config, theirs = read(tmp_path, FORMS[name]), recorded()[name]
     fields = {
         'vocab_size': config.vocab_size, 'hidden_size': config.d_model, 'num_hidden_layers': config.n_layers,
-        'num_attention_heads': config.n_heads, 'num_key_value_heads': config.n_kv_heads, 'head_dim': config.head_dim,
+        'num_attention_heads': config.n_heads, 'num_key_value_heads': config.n_kv_heads,
+        'head_dim': config.latent.rotated_dim if config.latent else config.head_dim,
         'intermediate_size': config.d_ff if theirs['intermediate_size'] else None, 'rms_norm_eps': config.rms_eps,
         'tie_word_embeddings': config.tie_embeddings, 'max_position_embeddings': config.context_tokens,
     }  # fmt: skip
@@ -58,7 +59,8 @@ def test_every_field_is_the_one_that_transformers_reads(tmp_path, name):
     gemma = theirs['hidden_activation'] is not None
     assert config.activation == ('gelu_tanh' if gemma else 'silu')
     scale = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
-    assert scale == pytest.approx((theirs['query_pre_attn_scalar'] or config.head_dim) ** -0.5)
+    their_scale = theirs.get('scale') or (theirs['query_pre_attn_scalar'] or config.head_dim) ** -0.5
+    assert scale == pytest.approx(their_scale, rel=1e-12)
     assert config.logit_cap == theirs['final_logit_softcapping']
     assert config.embedding_factor == (config.d_model**0.5 if gemma else 1.0)
     if config.experts:
@@ -98,6 +100,16 @@ def test_the_fields_of_sigmoid_routers_are_those_that_transformers_reads(tmp_pat
     assert dense == tuple(range(len(dense)))
     assert config.experts.normalised == theirs['norm_topk_prob']
     assert (config.rotary_dim or config.head_dim) == 2 * len(theirs['ropes'][0]['frequencies'])
+
+
+@pytest.mark.parametrize('name', [name for name in FORMS if 'latent' in recorded().get(name, {})])
+def test_the_fields_of_latent_attention_are_those_that_transformers_reads(tmp_path, name):
+    config, theirs = read(tmp_path, FORMS[name]), recorded()[name]
+    router, m = config.experts.sigmoid, config.latent
+    assert [router.groups, router.kept_groups, router.scale] == theirs['sigmoid']
+    assert list(config.experts.dense_layers) == theirs['dense']
+    assert [m.rank, m.plain_dim, m.rotated_dim, m.value_dim, m.query_rank, m.interleaved] == theirs['latent']
+    assert config.rotary_dim == m.rotated_dim
 
 
 @pytest.mark.parametrize('name', FORMS)

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import from_hf_names, load_hf, map_hf_weights, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import logical_axes, stack_layers
 from areal_jax.publication.export import export_hf
 from areal_jax.sharding.rules import make_mesh, param_shardings

@@ -11,7 +11,8 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.sharding.rules import make_mesh
 from tests.learning import examples
 from tests.learning.examples import make_optimizer, random_groups

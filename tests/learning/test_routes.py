@@ -15,7 +15,7 @@ from areal_jax.learning.diagnostics.measurement import count_differing_prompts
 from areal_jax.learning.packing import next_token_form, pack
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, measure_balance
-from areal_jax.models.families import Experts
+from areal_jax.models.layer_parts import Experts
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 from tests.learning import examples

@@ -11,16 +11,8 @@ import numpy as np
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.delta_rule import empty_states, run_steps
-from areal_jax.models.families import (
-    DELTA,
-    FAMILIES,
-    ClampedSwiglu,
-    DeltaNet,
-    Experts,
-    LayerKind,
-    ModelConfig,
-    SigmoidRouter,
-)
+from areal_jax.models.families import DELTA, FAMILIES, LayerKind, ModelConfig
+from areal_jax.models.layer_parts import ClampedSwiglu, DeltaNet, Experts, LatentAttention, SigmoidRouter
 from areal_jax.models.ropes import LinearScaling, Rope, YarnScaling
 
 _SHAPE = {
@@ -84,6 +76,27 @@ CONFIGS = {
         qkv_bias=True,
         rotary_dim=4,
         experts=Experts(6, 2, 12, dense_layers=(0,), d_shared=24, sigmoid=SigmoidRouter(3, 2, 1.5)),
+    ),
+    'deepseek_v3': tiny(
+        'deepseek_v3',
+        n_kv_heads=4,
+        head_dim=14,
+        rotary_dim=4,
+        latent=LatentAttention(6, 5, 4, 14, 7),
+        score_scale=9**-0.5,
+        tie_embeddings=False,
+        qkv_bias=True,
+        output_bias=True,
+        experts=Experts(6, 2, 12, dense_layers=(0,), d_shared=12, sigmoid=SigmoidRouter(3, 2, 2.5)),
+    ),
+    'glm4_moe_lite': tiny(
+        'glm4_moe_lite',
+        n_kv_heads=4,
+        head_dim=10,
+        rotary_dim=4,
+        latent=LatentAttention(8, 6, 4, 6, 0, interleaved=False),
+        score_scale=0.4,
+        experts=Experts(6, 2, 12, dense_layers=(1,), d_shared=12, sigmoid=SigmoidRouter()),
     ),
 }
 HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)

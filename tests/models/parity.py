@@ -159,6 +159,30 @@ CONFIGS = {
         first_k_dense_replace=0, norm_topk_prob=False, tie_word_embeddings=True, dtype='float32',
         rope_parameters={'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 1.0}, num_mtp_layers=0,
     ),
+    # latent attention: queries through a latent, biases and YaRN with mscale; queries without a latent, values longer
+    'deepseek_v3': _config(
+        'deepseek_v3', 'DeepseekV3ForCausalLM', num_hidden_layers=3, num_key_value_heads=4, attention_bias=True,
+        q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=1, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5, norm_topk_prob=True, first_k_dense_replace=1, torch_dtype='float32',
+        num_nextn_predict_layers=0, rope_theta=1e4, rms_norm_eps=1e-5,
+        rope_scaling={
+            'type': 'yarn', 'factor': 40.0, 'original_max_position_embeddings': 16, 'beta_fast': 32, 'beta_slow': 1,
+            'mscale': 0.7, 'mscale_all_dim': 1.0,
+        },
+    ),
+    'deepseek_v3_plain': _config(
+        'deepseek_v3', 'DeepseekV3ForCausalLM', num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1, rope_interleave=False, dtype='float32',
+        rope_parameters={'rope_type': 'default', 'rope_theta': 1e4}, num_mtp_layers=0, routed_scaling_factor=1.0,
+    ),
+    'glm4_moe_lite': _config(
+        'glm4_moe_lite', 'Glm4MoeLiteForCausalLM', num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=12,
+        kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=16, n_routed_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=20, mlp_layer_types=['dense', 'sparse', 'sparse'],
+        dtype='float32', rope_parameters={'rope_type': 'default', 'rope_theta': 1e4}, rms_norm_eps=1e-3,
+    ),
 }  # fmt: skip
 # Gated delta nets in three of four layers: two value heads a key head, a quarter of a head is rotated.
 _DELTA = {
@@ -197,6 +221,9 @@ EXACT = (
     'gpt_oss',
     'glm4_moe',
     'glm4_moe_air',
+    'deepseek_v3',
+    'deepseek_v3_plain',
+    'glm4_moe_lite',
 )  # of these the logits are recorded in float64 too
 SIGMOID = ('glm4_moe', 'glm4_moe_air')  # of these also with the experts of `foreign_routes`
 _BIASED = {'qwen2': ('q', 'k', 'v'), 'gpt_oss': ('q', 'k', 'v', 'o')}  # whatever the file says
@@ -270,7 +297,11 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if 'linear_key_head_dim' in config:
             found |= _hybrid_shapes(place, config, layer)
             continue
-        for part, (rows, columns) in {'q': (q, d), 'k': (kv, d), 'v': (kv, d), 'o': (d, q)}.items():
+        if 'kv_lora_rank' in config:
+            found |= _latent_shapes(f'{place}self_attn.', config)
+        for part, (rows, columns) in (
+            {} if 'kv_lora_rank' in config else {'q': (q, d), 'k': (kv, d), 'v': (kv, d), 'o': (d, q)}.items()
+        ):
             found[f'{place}self_attn.{part}_proj.weight'] = (rows, columns)
             if part in biased:
                 found[f'{place}self_attn.{part}_proj.bias'] = (rows,)
@@ -281,6 +312,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             found[f'{place}self_attn.sinks'] = (config['num_attention_heads'],)
         experts = config.get('num_experts') or config.get('num_local_experts') or config.get('n_routed_experts')
         dense = config.get('mlp_only_layers', range(config.get('first_k_dense_replace', 0)))
+        dense = range(1) if kind == 'glm4_moe_lite' else dense
         if not experts or layer in dense:
             for part, shape in {'gate': (ff, d), 'up': (ff, d), 'down': (d, ff)}.items():
                 found[f'{place}mlp.{part}_proj.weight'] = shape
@@ -306,6 +338,27 @@ def _expert_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str
         found |= {f'{module}shared_experts.{part}_proj.weight': (width, d) for part in ('gate', 'up')}
         found[f'{module}shared_experts.down_proj.weight'] = (d, width)
     return found
+
+
+def _latent_shapes(own: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads, rank, latent = (
+        config[name] for name in ('hidden_size', 'num_attention_heads', 'q_lora_rank', 'kv_lora_rank')
+    )
+    plain, rotated, value = (config[name] for name in ('qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim'))
+    queries = heads * (plain + rotated)
+    rows = {'q_a': (rank, d), 'q_b': (queries, rank)} if rank else {'q': (queries, d)}
+    found: dict[str, tuple[int, ...]] = {f'{own}{name}_proj.weight': shape for name, shape in rows.items()}
+    found |= {f'{own}q_a_layernorm.weight': (rank,)} if rank else {}
+    found |= {
+        f'{own}kv_a_proj_with_mqa.weight': (latent + rotated, d),
+        f'{own}kv_a_layernorm.weight': (latent,),
+        f'{own}kv_b_proj.weight': (heads * (plain + value), latent),
+        f'{own}o_proj.weight': (d, heads * value),
+    }
+    biased = {'q_a_proj': rank, 'kv_a_proj_with_mqa': latent + rotated, 'o_proj': d}
+    return found | (
+        {f'{own}{name}.bias': (size,) for name, size in biased.items()} if config.get('attention_bias') else {}
+    )
 
 
 def _fused_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from areal_jax.models.delta_rule import (
     run_steps,
     solve_unit_lower,
 )
-from areal_jax.models.families import CHUNK, DeltaNet
+from areal_jax.models.layer_parts import CHUNK, DeltaNet
 from areal_jax.models.weight_rows import Init
 from areal_jax.models.weights import weight_table
 from tests.models.family_examples import CONFIGS, HYBRIDS

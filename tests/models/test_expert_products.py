@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from areal_jax.models.expert_products import mix_blocks, mix_grouped, mix_native, mixers_for
-from areal_jax.models.families import ClampedSwiglu
 from areal_jax.models.grouped.products import Hardware
+from areal_jax.models.layer_parts import ClampedSwiglu
 from areal_jax.native import compiled_library as library
 from tests.native import needs_kernels
 

@@ -18,7 +18,8 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.expert_products import mix_blocks
 from areal_jax.models.experts import Routing, choose_experts, make_mix
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import TOKEN_AXES, make_mesh
 from tests.models.test_expert_products import NAMES, Case, make_inputs

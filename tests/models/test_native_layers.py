@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts
+from areal_jax.models.layer_parts import Experts
 from areal_jax.models.logprobs import scale_logits, sum_blocks
 from areal_jax.models.native_layers import Read
 from areal_jax.models.weights import Lora, stack_layers

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.experts import choose_experts, correct_load
-from areal_jax.models.families import Experts, SigmoidRouter
+from areal_jax.models.layer_parts import Experts, SigmoidRouter
 from tests.models.family_examples import CONFIGS
 
 SCORES = np.array([[0.9, 0.1, 0.6, 0.5, 0.8, 0.05, 0.3, 0.2]])

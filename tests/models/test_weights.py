@@ -24,7 +24,8 @@ from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.delta_rule import run_rows
 from areal_jax.models.experts import Routing
-from areal_jax.models.families import DELTA, FAMILIES, DeltaNet, Experts, Family, LayerKind, ModelConfig
+from areal_jax.models.families import DELTA, FAMILIES, Family, LayerKind, ModelConfig
+from areal_jax.models.layer_parts import DeltaNet, Experts
 from areal_jax.models.weight_rows import COMMON, Init
 from areal_jax.models.weights import (
     DELTA_TARGETS,

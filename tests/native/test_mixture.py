@@ -11,7 +11,8 @@ import pytest
 
 from areal_jax.models import native_layers
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.learning import weights as trees
-from areal_jax.models.families import DELTA, FAMILIES, DeltaNet, Experts, LayerKind, ModelConfig
+from areal_jax.models.families import DELTA, FAMILIES, LayerKind, ModelConfig
+from areal_jax.models.layer_parts import DeltaNet, Experts
 from areal_jax.models.weights import shared_tensors
 from areal_jax.publication.export import PartWriter
 from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, find_version, load_version

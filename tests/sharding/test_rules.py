@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import Lora, logical_axes
 from areal_jax.sharding import rules
 from areal_jax.sharding.rules import (

@@ -9,7 +9,8 @@ from jax import tree
 from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import weight_table
 from areal_jax.simulation.prices import QWEN3_30B_A3B, R1_DISTILL_7B, SHAPES, ModelShape, find_shape, shape_of
 

@@ -24,7 +24,8 @@ from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_s
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.hub import is_hub_name, locate_model
 from areal_jax.installation import PACKAGE, locate_file
-from areal_jax.models.families import FAMILIES, DeltaNet, ExpertFields, Experts, ModelConfig, default_kinds
+from areal_jax.models.families import FAMILIES, ExpertFields, ModelConfig, default_kinds
+from areal_jax.models.layer_parts import DeltaNet, Experts, LatentAttention, SigmoidRouter
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
@@ -256,13 +257,14 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
     name = 'llama' if plain else config.model.family
     family, longest = FAMILIES[name], _longest(config)
     biases = {'qkv_bias': True, 'output_bias': True} if family.biased else {}
+    latent = _random_latent(config, family.latent) if family.latent else None
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=config.model.d_model,
         n_layers=config.model.n_layers,
         n_heads=config.model.n_heads,
-        n_kv_heads=config.model.n_kv_heads,
-        head_dim=config.model.head_dim,
+        n_kv_heads=config.model.n_heads if latent else config.model.n_kv_heads,
+        head_dim=latent.head_dim if latent else config.model.head_dim,
         d_ff=config.model.d_expert if family.experts and not family.experts.has_dense else config.model.d_ff,
         rope_theta=config.model.rope_theta,
         context_tokens=longest,
@@ -273,7 +275,9 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         kinds=default_kinds(name, config.model.n_layers, max(1, longest // 4)),
         embedding_factor=math.sqrt(config.model.d_model) if family.scales_embedding else 1.0,
         experts=_random_experts(config, family.experts) if family.experts else None,
-        rotary_dim=_part_of(config.model.head_dim, family.rotary_fraction),
+        rotary_dim=latent.rotated_dim if latent else _part_of(config.model.head_dim, family.rotary_fraction),
+        latent=latent,
+        score_scale=latent.scale if latent else None,
         delta=_random_delta(config) if family.delta else None,
         **family.switches | biases,
     )
@@ -287,8 +291,14 @@ def _random_experts(config: TrackedConfig, fields: ExpertFields) -> Experts:
         dense_layers=tuple(range(min(fields.dense_first or 0, config.model.n_layers - 1))),
         swiglu=fields.swiglu,
         d_shared=config.model.d_expert if has_shared else 0,
-        sigmoid=fields.sigmoid,
+        sigmoid=fields.sigmoid and SigmoidRouter(scale=fields.sigmoid.scale),
     )
+
+
+def _random_latent(config: TrackedConfig, default: LatentAttention) -> LatentAttention:
+    """Heads as attention has them, with a rotated part behind each, and latents as long as two heads."""
+    size = config.model.head_dim
+    return LatentAttention(2 * size, size, max(2, size // 4 * 2), size, 2 * size if default.query_rank else 0)
 
 
 def _random_delta(config: TrackedConfig) -> DeltaNet:

@@ -122,6 +122,7 @@ def _build_backend(
         weights=rollout.weights,
         small_batches=config.run.clock == 'virtual',  # its runs keep their bits
         records_routes=rollout.record_routes,
+        mla=rollout.mla,
     )
 
 

@@ -338,7 +338,9 @@ def _states_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevi
 def _block_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
     """Returns the bytes on a device of a block of one layer."""
     tensor = parse_engines(config.cluster.engines).find_group(len(devices)).tensor
-    position = 2 * shape.n_kv_heads * shape.head_dim * _itemsize(config.publication.dtype) // tensor
+    if absorbs := shape.latent is not None and config.rollout.mla == 'absorbed':
+        shape = shape.absorb()
+    position = shape.cached_numbers * _itemsize(config.publication.dtype) // (1 if absorbs else tensor)
     return config.rollout.block_tokens * position
 
 
@@ -380,6 +382,7 @@ def _in_use(config: TrackedConfig) -> int:
 
 def _prefill_width(shape: ModelConfig) -> int:
     """Returns the values per layer and token of a packed prefill: two streams, queries, keys, values, the MLP."""
+    shape = shape.absorb()
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
     chosen = shape.experts.per_token * shape.experts.d_expert if shape.experts else 0
     return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)

@@ -86,7 +86,7 @@ def attention_flops(config: ModelConfig, length: int) -> int:
     """Operations of a training pass per token in a sequence of `length` tokens, for scores and weighted values."""
     layers = (layer for layer in range(config.n_layers) if config.mixer(layer) == 'attention')
     seen = sum(min(length, config.window(layer) or length) for layer in layers)
-    return 12 * config.n_heads * config.head_dim * seen
+    return 12 * config.n_heads * config.mixed_dim * seen
 
 
 def _spans(group: TrajectoryGroup, packing: str) -> Iterator[tuple[int, int]]:

@@ -307,7 +307,7 @@ def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
     """Raises ConfigError if the heads or the experts cannot be divided evenly."""
     require_experts(config, expert, ENGINES)
     require_delta_heads(config, tensor, ENGINES)
-    if config.n_heads % tensor or config.n_kv_heads % tensor:
+    if config.n_heads % tensor or (config.n_kv_heads % tensor and not _stores_latents(config)):
         raise ConfigError(
             f'tensor={tensor} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
             'key heads of the model; use a common divisor'
@@ -373,7 +373,8 @@ class Placement:
         """Extends `attend` to all heads: each device computes its heads; call inside jax.jit."""
         if self.mesh is None:
             return attend
-        in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self.layer, PartitionSpec(_AXIS)), (_HEADS, self.layer)
+        keys = PartitionSpec() if _stores_latents(self.config) else _HEADS
+        in_specs, out_specs = (_HEADS, keys, keys, self.layer, PartitionSpec(_AXIS)), (_HEADS, self.layer)
 
         def whole(
             q: jax.Array,
@@ -408,6 +409,7 @@ def place(
     devices: Sequence[jax.Device],
     weights: str = 'published',
     expert: int = 1,
+    mla: str = 'absorbed',
 ) -> tuple[Placement, tuple[str, ...]]:
     """Returns (the placement of decoder and attention on these devices, why 'auto' rejected faster attentions).
 
@@ -415,13 +417,15 @@ def place(
       impl: see choose.choose_implementation.
       weights: rollout.weights, the form of the weights for decoding.
       expert: see weight_shardings.
+      mla: rollout.mla, the form of latent attention.
 
     Raises ConfigError if heads or experts cannot be divided evenly, and AttentionError if the attention lacks a
     feature that the model needs.
     """
     tensor = len(devices) // expert
     require_divides(decoder.config, tensor, expert)
-    config = _share_heads(decoder.config, tensor)
+    whole = decoder.config.absorb() if mla == 'absorbed' else decoder.config
+    config = _share_heads(whole, tensor)
     demand = Demand(
         config.n_heads,
         config.n_kv_heads,
@@ -431,12 +435,13 @@ def place(
         dtype,
         windows=config.windows != {None},
         sinks=config.sinks,
+        latents=_stores_latents(config),
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
     rows, rejected_rows = choose_row_attention(config, dtype.name, devices[0])
     rejected += rejected_rows
     # computes the same as the learner's decoder, in the form that is fast for few tokens on this hardware
-    decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices, weights))
+    decoder = Decoder(whole, lora=decoder.lora, tokens=_token_form(devices, weights))
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
         return Placement(decoder, attention, rows, config, None, on, on, on, (), on), rejected
@@ -455,8 +460,13 @@ def _share_heads(config: ModelConfig, tensor: int) -> ModelConfig:
         key_heads=config.delta.key_heads // tensor,
         value_heads=config.delta.value_heads // tensor,
     )
-    heads, kv_heads = config.n_heads // tensor, config.n_kv_heads // tensor
+    kv_heads = 1 if _stores_latents(config) else config.n_kv_heads // tensor  # latents are on every device
+    heads = config.n_heads // tensor
     return dataclasses.replace(config, n_heads=heads, n_kv_heads=kv_heads, delta=delta)
+
+
+def _stores_latents(config: ModelConfig) -> bool:
+    return config.latent is not None and config.latent.absorbs
 
 
 def _token_form(devices: Sequence[jax.Device], weights: str) -> str:
@@ -479,4 +489,6 @@ def _layer_specs(attention: CacheAttention, config: ModelConfig, block_tokens: i
     def spec(one: tuple[int, ...], two: tuple[int, ...]) -> PartitionSpec:
         return PartitionSpec(*(_AXIS if a != b else None for a, b in zip(one, two, strict=True)))
 
+    if _stores_latents(config):
+        return (PartitionSpec(),)
     return tuple(map(spec, shapes(config.n_kv_heads), shapes(2 * config.n_kv_heads)))

@@ -188,6 +188,7 @@ class JaxDecodeBackend:
         weights: str = 'published',
         small_batches: bool = True,
         records_routes: bool = False,
+        mla: str = 'absorbed',
     ):
         require_quantizable(weights, dtype, decoder.lora, decoder.config)
         if dtype not in DTYPES:
@@ -219,7 +220,7 @@ class JaxDecodeBackend:
             stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
         )  # fmt: skip
         self.placement, self.passed_over = parallel.place(
-            decoder, self._sizes, self.dtype, attention, devices, weights, expert
+            decoder, self._sizes, self.dtype, attention, devices, weights, expert, mla
         )
         self._decoder, self._attention = self.placement.decoder, self.placement.attention
         self.attention = self._attention.name

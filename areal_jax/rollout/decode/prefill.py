@@ -30,7 +30,8 @@ from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.delta_rule import PieceChunks, Recur, run_pieces
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
-from areal_jax.models.families import CHUNK, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import CHUNK
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.choose import NativeAttention
 from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache

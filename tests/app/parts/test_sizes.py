@@ -19,7 +19,8 @@ from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.rollout.decode.generate import weight_shardings
 from tests.app.small import small_config

@@ -12,7 +12,8 @@ import pytest
 from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.measurement import attention_flops, matrix_flops, work_metrics
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts, LayerKind, ModelConfig
+from areal_jax.models.families import LayerKind, ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import Lora, is_adapter
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 

@@ -10,7 +10,8 @@ import pytest
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.delta_rule import DeltaState
-from areal_jax.models.families import DELTA, DeltaNet, LayerKind
+from areal_jax.models.families import DELTA, LayerKind
+from areal_jax.models.layer_parts import DeltaNet
 from areal_jax.rollout.backend import PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxScoring
 from areal_jax.rollout.scoring import ScoringRequest

@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts
+from areal_jax.models.layer_parts import Experts
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode import generate
 from areal_jax.sharding.placement import move_to

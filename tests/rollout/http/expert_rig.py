@@ -14,7 +14,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import server_lanes
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.families import Experts
+from areal_jax.models.layer_parts import Experts
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits

@@ -15,6 +15,7 @@ from areal_jax.rollout.decode.attention.loops import (
     BlocksFirst,
     CacheAttention,
     GatherAttention,
+    GatherLatents,
     LayerCache,
     LoopAttention,
 )
@@ -97,6 +98,7 @@ class Demand:
     dtype: jax.typing.DTypeLike
     windows: bool  # whether a layer has a sliding window
     sinks: bool = False  # whether each head has one more logit in the sum of its softmax
+    latents: bool = False  # whether the keys are the values too, and are stored once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +111,17 @@ class Implementation:
     is_kernel: bool  # not compiled by XLA: it runs only if it passes the check
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     max_head_dim: int | None = None
+    latents: bool = False
 
 
 IMPLEMENTATIONS = {
-    'gather': Implementation(lambda d: GatherAttention(d.table_blocks), _ANY_PLATFORM, _FLOATS, is_kernel=False),
+    'gather': Implementation(
+        lambda d: (GatherLatents if d.latents else GatherAttention)(d.table_blocks),
+        _ANY_PLATFORM,
+        _FLOATS,
+        is_kernel=False,
+        latents=True,
+    ),
     'loops': Implementation(lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, is_kernel=False),
     'native': Implementation(lambda d: NativeAttention(), ('cpu',), ('float32',), is_kernel=True),
     'pallas_gpu': Implementation(
@@ -169,6 +178,8 @@ def _missing(name: str, demand: Demand, device: jax.Device) -> str | None:
         return f'needs CUDA compute capability {found.min_capability}, {device} has {capability}'
     if dtype not in found.dtypes:
         return f'cannot compute in {dtype} (only {", ".join(found.dtypes)})'
+    if demand.latents and not found.latents:
+        return "has no cache of latents (rollout.mla='absorbed')"
     if found.max_head_dim is not None and demand.head_dim > found.max_head_dim:
         return f'cannot take head size {demand.head_dim} (at most {found.max_head_dim})'
     return None

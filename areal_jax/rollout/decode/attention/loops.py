@@ -161,6 +161,31 @@ class GatherAttention(HeadsFirst):
         return jnp.int32(len(lengths) * self.table_blocks * block_tokens)
 
 
+@dataclasses.dataclass(frozen=True)
+class GatherLatents(GatherAttention):
+    """CacheAttention by a gather, of one head whose keys are its values: a layer is one array."""
+
+    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
+        return (jnp.zeros((blocks, heads, block_tokens, head_dim), dtype),)
+
+    def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
+        return (layer[0].at[blocks, :, offsets].set(k),)
+
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return super().read(layer * 2, blocks)
+
+    def attend(
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        return super().attend(q, layer * 2, tables, lengths, window, sinks)
+
+
 _SMALL_CHUNK, _LARGE_CHUNK = 4, 8
 
 

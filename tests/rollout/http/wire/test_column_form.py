@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from areal_jax.columns import Column
-from areal_jax.models.families import Experts, ModelConfig
+from areal_jax.models.families import ModelConfig
+from areal_jax.models.layer_parts import Experts
 from areal_jax.rollout.http.wire.exchange import ColumnForm, RouteForm, list_forms
 from tests.rollout.http.expert_rig import FORM, MIXED
 
