@@ -28,7 +28,7 @@ from areal_jax.publication.delta import ChangeFinder, encode_changes
 from areal_jax.publication.manifest import LeafDigest, host_manifest, leaves_by_path, manifest_hash
 from areal_jax.publication.record import Held, Record, RecordHeader, leaf_bytes
 from areal_jax.publication.record_channel import WeightsReader
-from areal_jax.publication.versions import ChainFull, PublicationError
+from areal_jax.publication.versions import ChainFull, PublicationError, add_sums
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import Tree
 from benchmarks.carriers import CARRIERS, open_channel

@@ -136,7 +136,7 @@ _LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's other norms 
 
 
 class _LatentAttention(nnx.Module):
-    """See families.LatentAttention; m.rank numbers of a latent, N and R the sizes of a key's two parts."""
+    """See layer_parts.LatentAttention; m.rank numbers of a latent, N and R the sizes of a key's two parts."""
 
     query_norm: nnx.Param
     latent_norm: nnx.Param
@@ -147,9 +147,11 @@ class _LatentAttention(nnx.Module):
         assert c.latent is not None
         assert c.score_scale is not None
         _declare(self, weights)
-        names = ('query_latent', 'query', 'latent', 'output')[0 if c.query_latent else 1 :]
-        for name in names:
-            setattr(self, name, _Linear(_below(weights, name), lora, form))
+        self.query, self.latent, self.output = (
+            _Linear(_below(weights, name), lora, form) for name in ('query', 'latent', 'output')
+        )
+        if c.query_latent:
+            self.query_latent = _Linear(_below(weights, 'query_latent'), lora, form)
         self.sizes, self.form, self.query_latents = c.latent, form, c.query_latent
         self.query_factor = c.score_scale * math.sqrt(c.head_dim)
 

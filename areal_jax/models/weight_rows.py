@@ -292,7 +292,7 @@ SIGMOID_EXPERTS = (
     ),
     *shared_expert('mlp.shared_experts'),
 )  # fmt: skip
-# Latent attention: see families.LatentAttention. The matrices of keys and of values share a tensor, and are no
+# Latent attention: see layer_parts.LatentAttention. The matrices of keys and of values share a tensor, and are no
 # projections: they are multiplied with latents or with queries and outputs, by head.
 _LATENT_ATTENTION = (
     projection('attention/query_latent', 'd QR', 'embed features', 'self_attn.q_a_proj', when='query_latent'),
