@@ -35,12 +35,13 @@ KEY = bytes(range(32))
 MODELS = {  # Qwen3's shape: vocabulary, width, layers, heads, key and value heads, head, MLP
     'tiny': (512, 64, 2, 8, 4, 16, 128),
     '135M': (151_936, 512, 18, 8, 4, 64, 1536),
+    'half': (151_936, 1024, 12, 8, 4, 128, 4096),
     '2GB': (151_936, 1536, 23, 8, 4, 128, 6144),
 }
 
 
 class Weights:
-    """A learner that only changes weights: `publish` moves about 2 % of the elements by one step of their format."""
+    """A learner that only changes weights: `restore` moves about 2 % of the elements by one step of their format."""
 
     def __init__(self, model: str, seed: int, *, leaves: bool):
         import jax
@@ -92,14 +93,19 @@ class Weights:
         self._collect = shares.collect if leaves else None
         self.nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
 
-    def publish(self, version: int) -> Any:
-        """Moves the weights, and returns them: sharded, or whole leaves by process."""
+    def restore(self, saved: dict[str, int]) -> None:
+        """Moves the weights to a version; named as a command of learners."""
         import jax
         import numpy as np
 
-        if version:
-            self._weights = self._move(self._weights, np.int32(version))
+        if saved['version']:
+            self._weights = self._move(self._weights, np.int32(saved['version']))
         jax.block_until_ready(self._weights)
+
+    def publish(self, version: int) -> Any:
+        """Returns the weights: sharded, or whole leaves by process."""
+        import jax
+
         if self._collect is None:
             return self._weights
         return self._collect(jax.block_until_ready(self._spread(self._weights)))
@@ -183,6 +189,9 @@ def run_engine(arguments: dict[str, Any]) -> None:
             print(json.dumps(digest.hexdigest()), file=answers, flush=True)
             continue
         held = None  # as an engine that has swapped; its memory is used again
+        import time
+
+        T0 = time.process_time()
         version, handle = asked['version'], asked['handle']
         if arguments['way'] == 'files':
             config = read_hf_config(pathlib.Path(handle))
@@ -193,6 +202,9 @@ def run_engine(arguments: dict[str, Any]) -> None:
                 reader = WeightsReader(open_receiver(handle, Reader(arguments['name'], prove)), jax.devices()[0])
             held, _ = reader.receive(version, asked['manifest_hash'])
         jax.block_until_ready(held)
+        import time
+
+        print('engine', round(time.process_time() - T0, 3), file=sys.stderr, flush=True)
         print('{}', file=answers, flush=True)
 
 
@@ -238,6 +250,7 @@ def prepare_versions(arguments: dict[str, Any]) -> Any:
         from areal_jax.distributed.rendezvous import invite
         from areal_jax.publication.files_channel import FilesChannel
         from areal_jax.publication.shard_versions import ShardVersions
+        from benchmarks.sides import Stopwatch
 
         weights = join(arguments, 0)
         workdir = pathlib.Path(folder)
@@ -262,6 +275,9 @@ def prepare_versions(arguments: dict[str, Any]) -> Any:
         def call() -> dict[str, Any]:
             nonlocal version
             version += 1
+            leader.restore({'version': version})
+            watch = Stopwatch()
+            watch.start()
             published = channel.transfer(version, leader.publish(version))
             for engine in engines:
                 engine.ask({
@@ -269,12 +285,13 @@ def prepare_versions(arguments: dict[str, Any]) -> Any:
                 })  # fmt: skip
             for engine in engines:
                 engine.answer()
+            watch.stop()
             channel.release(version)
             if arguments['way'] == 'shards':
                 facts['versions'].append({
                     'record': published.size.record, 'bytes': sum(sent), 'most_share': max(sent) / max(1, sum(sent)),
                 })  # fmt: skip
-            return {'tokens': weights.nbytes}
+            return {'tokens': weights.nbytes} | watch.parts()
 
         def check() -> dict[str, Any]:
             if version >= 0:

@@ -36,12 +36,17 @@ def host_view(leaf: np.ndarray | jax.Array) -> np.ndarray | None:
 
 
 def sum_words(
-    leaf: np.ndarray, runs: tuple[int, int] | None = None, first: int = 0, stride: int = 0
+    leaf: np.ndarray,
+    runs: tuple[int, int] | None = None,
+    first: int = 0,
+    stride: int = 0,
+    target: np.ndarray | None = None,
 ) -> tuple[int, int, int] | None:
     """(the two sums of publication/manifest.py, the number of values that are NaN or infinite) of a host_view.
 
     The values are `runs` = (number, width) of consecutive positions; the first run begins at the position `first`, each
-    other one `stride` after the run before it. None = one run. Returns None for unknown dtypes and without the library.
+    other one `stride` after the run before it. None = one run. With `target`, contiguous words of this width, they are
+    also written to its elements of these positions. Returns None for unknown dtypes and without the library.
     """
     counted = np.issubdtype(leaf.dtype, np.floating) or leaf.dtype.kind == 'V'
     if leaf.dtype not in _EXPONENTS and (counted or leaf.dtype.kind not in 'iub'):
@@ -52,7 +57,8 @@ def sum_words(
     library.register().areal_jax_digest(
         ctypes.c_void_p(leaf.ctypes.data),
         *map(ctypes.c_int64, (*(runs or (1, leaf.size)), first, stride, leaf.dtype.itemsize)),
-        ctypes.c_uint32(_EXPONENTS.get(leaf.dtype, 0)), sums,
+        ctypes.c_uint32(_EXPONENTS.get(leaf.dtype, 0)),
+        ctypes.c_void_p(None if target is None else target.ctypes.data), sums,
     )  # fmt: skip
     return int(sums[0]), int(sums[1]), int(sums[2])
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 namespace areal_jax {
 
@@ -17,10 +18,11 @@ inline uint32_t Mix(uint32_t word) {
 
 // sums[3]: of the words, of the words mixed with their positions, of those whose bits under `exponent` are all set (NaN
 // and infinity; 0 = the words are no floats). The first two are modulo 2^32. The words are `rows` runs of `width`; the
-// positions of a run begin at `first`, and `stride` after the run before.
+// positions of a run begin at `first`, and `stride` after the run before. With a `target` the words are also written
+// there, to their positions, while a block of them is in the cache.
 template <typename Word>
 void Digest(const Word* words, int64_t rows, int64_t width, int64_t first, int64_t stride, uint32_t exponent,
-            uint64_t* sums) {
+            Word* target, uint64_t* sums) {
   constexpr int64_t kBlock = 1 << 14;  // so that a block's count of bad words fits 32 bits
   uint32_t plain = 0, mixed = 0;
   uint64_t wrong = 0;
@@ -38,6 +40,7 @@ void Digest(const Word* words, int64_t rows, int64_t width, int64_t first, int64
         bad += (word & exponent) == exponent;
       }
       wrong += bad;
+      if (target) std::memcpy(target + first + row * stride + start, block, size * sizeof(Word));
     }
   }
   sums[0] = plain, sums[1] = mixed, sums[2] = exponent ? wrong : 0;

@@ -357,11 +357,16 @@ auto BindStep() {
 
 // Called from Python, with no lock held and on no thread of XLA; `size` is that of a word in bytes.
 extern "C" void areal_jax_digest(const void* words, int64_t rows, int64_t width, int64_t first, int64_t stride,
-                                 int64_t size, uint32_t exponent, uint64_t* sums) {
+                                 int64_t size, uint32_t exponent, void* target, uint64_t* sums) {
+  const auto digest = [&](auto word) {
+    using Word = decltype(word);
+    areal_jax::Digest(static_cast<const Word*>(words), rows, width, first, stride, exponent,
+                      static_cast<Word*>(target), sums);
+  };
   switch (size) {
-    case 4: return areal_jax::Digest(static_cast<const uint32_t*>(words), rows, width, first, stride, exponent, sums);
-    case 2: return areal_jax::Digest(static_cast<const uint16_t*>(words), rows, width, first, stride, exponent, sums);
-    case 1: return areal_jax::Digest(static_cast<const uint8_t*>(words), rows, width, first, stride, exponent, sums);
+    case 4: return digest(uint32_t{});
+    case 2: return digest(uint16_t{});
+    case 1: return digest(uint8_t{});
   }
 }
 

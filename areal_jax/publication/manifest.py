@@ -200,9 +200,9 @@ def host_manifest(params: Tree) -> dict[str, LeafDigest]:
     return {path: digest_leaf(np.asarray(leaf)) for path, leaf in leaves_by_path(params).items()}
 
 
-def digest_leaf(leaf: np.ndarray, name: str = '') -> LeafDigest:
-    """The digest of a leaf, or of the shard of this name."""
-    return _leaf_digest(leaf, _host_sums(leaf, name)[:2])
+def digest_leaf(leaf: np.ndarray, name: str = '', whole: np.ndarray | None = None) -> LeafDigest:
+    """The digest of a leaf, or of the shard of this name; also copies the values to their places in `whole`, [n]."""
+    return _leaf_digest(leaf, _host_sums(leaf, name, whole)[:2])
 
 
 def merge_shards(manifest: Manifest) -> Manifest:
@@ -326,27 +326,39 @@ def shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) 
     return jnp.stack(lax.reduce(values, (np.uint32(0),) * 3, add, tuple(range(leaf.ndim))))
 
 
-def _host_sums(leaf: np.ndarray, name: str = '') -> tuple[int, int, int]:
+def _host_sums(leaf: np.ndarray, name: str = '', whole: np.ndarray | None = None) -> tuple[int, int, int]:
     """Computes the numbers of `shard_sums` for a whole leaf on the host, or for the shard of this name."""
     leaf = np.ascontiguousarray(leaf)
     if is_shard(name):
-        return _sum_runs(leaf, find_runs(*parse_shard(name, leaf.shape).bounds))
-    if (found := sum_words(leaf)) is not None:
+        return _sum_runs(leaf, find_runs(*parse_shard(name, leaf.shape).bounds), whole)
+    if (found := sum_words(leaf, target=whole)) is not None:
         return found
-    return *_sum_blocks(leaf.reshape(-1).view(_WORDS[leaf.dtype.itemsize])), _count_unfinite(leaf)
+    words = leaf.reshape(-1).view(_WORDS[leaf.dtype.itemsize])
+    if whole is not None:
+        np.copyto(whole, words)
+    return *_sum_blocks(words), _count_unfinite(leaf)
 
 
-def _sum_runs(leaf: np.ndarray, runs: Runs) -> tuple[int, int, int]:
+def sum_content(words: np.ndarray) -> tuple[int, int]:
+    """Returns the two sums of a content whose words these are, uint32 [n], at any address."""
+    words = np.require(words, requirements=['ALIGNED', 'C'])
+    found = sum_words(words)
+    return _sum_blocks(words) if found is None else found[:2]
+
+
+def _sum_runs(leaf: np.ndarray, runs: Runs, whole: np.ndarray | None) -> tuple[int, int, int]:
     """Computes the numbers of `shard_sums` for values whose positions are the runs."""
     totals, flat = np.zeros(3, np.uint64), leaf.reshape(-1)
     size = runs.rows * runs.width
     for number, start in enumerate(runs.starts):
         part = flat[number * size : (number + 1) * size]
-        found = sum_words(part, (runs.rows, runs.width), start, runs.stride)
+        found = sum_words(part, (runs.rows, runs.width), start, runs.stride, whole)
         if found is None:
             words = part.view(_WORDS[leaf.dtype.itemsize])
             positions = runs.positions(np.arange(number * size, (number + 1) * size))
             found = *change_of_sums(positions, None, words), _count_unfinite(part)
+            if whole is not None:
+                whole[positions] = words
         totals += np.array(found, np.uint64)
     return int(totals[0]) % 2**32, int(totals[1]) % 2**32, int(totals[2])
 

@@ -122,8 +122,11 @@ class WeightBuffers:
                     f'{shard.size * dtype.itemsize}: publish the version again'
                 )
             values = np.frombuffer(part, dtype).reshape(digest.shape)
-            found[name] = digest_leaf(values, name)
-            np.copyto(self._view(shard, dtype), values.view(_words(dtype)))
+            if shard.path in self._transposed:
+                found[name] = digest_leaf(values, name)
+                np.copyto(self._view(shard, dtype), values.view(_words(dtype)))
+            else:
+                found[name] = digest_leaf(values, name, self._words(shard, dtype))
         require_equal(header.leaves, found, header.version)
         manifest = dict(header.manifest)
         for path in self._memory.keys() - manifest.keys():
@@ -194,9 +197,13 @@ class WeightBuffers:
             self._memory[path] = memory = raw[first : first + nbytes]
         return memory
 
+    def _words(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
+        """Returns the memory of the leaf of a shard, as words of the width of `dtype`."""
+        return self._room(shard.path, math.prod(shard.shape) * dtype.itemsize).view(_words(dtype))
+
     def _view(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
         """Returns the memory of a shard as words of the width of `dtype`, in the axes of the leaf."""
-        words = self._room(shard.path, math.prod(shard.shape) * dtype.itemsize).view(_words(dtype))
+        words = self._words(shard, dtype)
         is_turned = shard.path in self._transposed
         leaf = words.reshape(shard.shape[::-1]).T if is_turned else words.reshape(shard.shape)
         return leaf[shard.slices] if shard.shape else leaf

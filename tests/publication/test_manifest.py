@@ -16,14 +16,17 @@ from areal_jax.publication import manifest
 from areal_jax.publication.manifest import (
     decode_manifest,
     device_manifest,
+    digest_leaf,
     encode_manifest,
     finite_host_manifest,
     finite_manifest,
     host_manifest,
     manifest_hash,
     require_equal,
+    sum_content,
     weights_sha256,
 )
+from areal_jax.publication.shard_plan import Shard
 from areal_jax.publication.versions import PublicationError
 
 
@@ -31,7 +34,7 @@ from areal_jax.publication.versions import PublicationError
 def kernels(request, monkeypatch):
     """With the library of kernels, and without it."""
     if request.param != 'kernels':
-        monkeypatch.setattr(manifest, 'sum_words', lambda leaf: None)
+        monkeypatch.setattr(manifest, 'sum_words', lambda *args, **kwargs: None)
     elif not library.is_available():
         pytest.skip('this machine has no C++ compiler')
 
@@ -104,6 +107,26 @@ def test_shards_are_digested_where_they_are(spec):
     with mock.patch.object(manifest, 'shard_sums', record):
         assert device_manifest({'a': sharded, 'b': sharded}) == host_manifest({'a': value, 'b': value})
     assert devices == {1}
+
+
+@pytest.mark.parametrize('dtype', [np.float32, ml_dtypes.bfloat16, np.int8])
+@pytest.mark.parametrize('box', [None, ((1, 3), (0, 5), (0, 4)), ((0, 3), (2, 4), (1, 3)), ((0, 3), (0, 5), (1, 4))])
+def test_values_are_copied_to_their_places_as_they_are_digested(box, dtype, kernels):
+    leaf = np.random.default_rng(0).integers(-128, 127, (3, 5, 4)).astype(dtype)
+    shard = Shard('a', box or tuple((0, size) for size in leaf.shape), leaf.shape)
+    values, expected = np.ascontiguousarray(leaf[shard.slices]), np.zeros_like(leaf)
+    expected[shard.slices] = values
+    whole = np.zeros(leaf.size, f'u{leaf.itemsize}')
+    digest = digest_leaf(values, shard.name if box else '', whole)
+    assert digest == digest_leaf(values, shard.name if box else '')
+    assert whole.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize('start', [0, 1, 3, 4])
+def test_words_at_any_address_have_the_sums_of_their_leaf(start, kernels):
+    words = np.random.default_rng(0).integers(0, 2**32, 3000, dtype=np.uint32)
+    memory = bytearray(start) + words.tobytes()
+    assert sum_content(np.frombuffer(memory, np.uint32, offset=start)) == digest_leaf(words).content
 
 
 def test_a_transposed_view_is_digested_in_its_own_order():

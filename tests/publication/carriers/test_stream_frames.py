@@ -1,11 +1,16 @@
 """Frames of weights: what they say comes back, and what is no frame is refused."""
 
+import contextlib
+import socket
+import threading
+
 import pytest
 
 from areal_jax.publication.carriers.stream_socket import (
     FRAME_BYTES,
     PREFIX_BYTES,
     FrameError,
+    FrameSocket,
     Hello,
     Kind,
     Prefix,
@@ -45,8 +50,43 @@ def test_a_flipped_bit_of_the_prefix_is_seen(position):
 
 def test_a_changed_payload_is_seen():
     for payload in (b'Weights', b'weight', b'weightss', b''):
-        with pytest.raises(FrameError, match=r'changed on its way \(its crc32 differs\)'):
+        with pytest.raises(FrameError, match=r'changed on its way \(its checksum differs\)'):
             require_payload(PREFIX, payload)
+
+
+@pytest.mark.parametrize('size', [3, 4, 8, 8001])
+def test_any_changed_byte_of_a_payload_is_seen(size):
+    payload = bytearray(range(256)) * 32
+    prefix = encode_prefix(Kind.PART, payload[:size])
+    for position in {0, size // 2, size - 1}:
+        changed = payload[:size]
+        changed[position] ^= 128
+        with pytest.raises(FrameError, match='changed on its way'):
+            require_payload(prefix, changed)
+    if size == 8:  # words that have changed their places
+        with pytest.raises(FrameError, match='changed on its way'):
+            require_payload(prefix, payload[4:8] + payload[:4])
+
+
+def test_a_frame_that_trickles_ends_at_its_deadline():
+    # a byte comes every 10 ms, so no single wait reaches the deadline of 50 ms
+    ours, theirs = socket.socketpair()
+    reader, done = FrameSocket(ours, 0.05), threading.Event()
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            for byte in PREFIX + bytes(10_000):
+                if done.wait(0.01):
+                    return
+                theirs.send(bytes([byte]))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(TimeoutError, match='took too long'):
+        reader.receive_prefix()
+    done.set()
+    thread.join()
+    reader.close(), theirs.close()
 
 
 def test_an_absurd_length_is_refused_before_it_is_read():
