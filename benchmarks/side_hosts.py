@@ -27,6 +27,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 PROCESSES, DEVICES, ENGINES = 4, 2, 2
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={DEVICES}'
 DEADLINE_S = 600.0
@@ -64,20 +66,10 @@ class Weights:
         )
         mesh = mesh_of(parse_learner(f'hosts={PROCESSES} x fsdp={PROCESSES},tensor={DEVICES}'))
         shardings = param_shardings(described, logical_axes(self.config), mesh, 'fsdp_tensor')
-        shares = Shares(
-            jax.tree.map(
-                lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on), described, shardings
-            ),
-            mesh,
-        )
 
-        def draw(key: jax.Array) -> Any:
+        def draw(seed: jax.Array) -> Any:
             found, structure = jax.tree.flatten(described)
-            keys = jax.random.split(key, len(found))
-            bits = [
-                jax.random.bits(each, leaf.shape, jnp.uint16) & 0xBFFF for each, leaf in zip(keys, found, strict=True)
-            ]
-            return jax.tree.unflatten(structure, [lax.bitcast_convert_type(each, jnp.bfloat16) for each in bits])
+            return jax.tree.unflatten(structure, [_draw_leaf(seed + n, leaf.shape) for n, leaf in enumerate(found)])
 
         def move(weights: Any, version: jax.Array) -> Any:
             def one(leaf: jax.Array) -> jax.Array:
@@ -87,16 +79,18 @@ class Weights:
 
             return jax.tree.map(one, weights)
 
-        self._weights = jax.jit(draw, out_shardings=shardings)(jax.random.key(seed))
+        self._weights = jax.jit(draw, out_shardings=shardings)(np.uint32(seed))
         self._move = jax.jit(move, out_shardings=shardings, donate_argnums=0)
-        self._spread = jax.jit(shares.spread, out_shardings=shares.shardings)
-        self._collect = shares.collect if leaves else None
+        describe = lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on)
+        outer, layers = _cut(jax.tree.map(describe, described, shardings))
+        # layer by layer: one program for all leaves needs more memory than the machine of this benchmark has
+        self._shares = [Shares(part, mesh) for part in (outer, layers['0']) if leaves]
+        self._spread = [jax.jit(each.spread, out_shardings=each.shardings) for each in self._shares]
         self.nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
 
     def restore(self, saved: dict[str, int]) -> None:
         """Moves the weights to a version; named as a command of learners."""
         import jax
-        import numpy as np
 
         if saved['version']:
             self._weights = self._move(self._weights, np.int32(saved['version']))
@@ -106,9 +100,11 @@ class Weights:
         """Returns the weights: sharded, or whole leaves by process."""
         import jax
 
-        if self._collect is None:
+        if not self._shares:
             return self._weights
-        return self._collect(jax.block_until_ready(self._spread(self._weights)))
+        outer, layers = _cut(self._weights)
+        exchange = lambda index, part: self._shares[index].collect(jax.block_until_ready(self._spread[index](part)))
+        return exchange(0, outer) | {'layers': {name: exchange(1, layer) for name, layer in layers.items()}}
 
     def lead(self, send: Any) -> None:
         """Sends no rows: there are no updates."""
@@ -128,6 +124,23 @@ class Weights:
             if jax.process_index() == 0:
                 digest.update(whole.tobytes())
         self.digest = digest.hexdigest()
+
+
+def _cut(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves outside of the layers, and the layers."""
+    return {name: leaf for name, leaf in tree.items() if name != 'layers'}, tree['layers']
+
+
+def _draw_leaf(seed: Any, shape: tuple[int, ...]) -> Any:
+    """Finite bfloat16 values from the positions of a leaf, so that each device makes its own."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    word = jnp.full(shape, seed, jnp.uint32)
+    for axis in range(len(shape)):
+        word = (word ^ lax.broadcasted_iota(jnp.uint32, shape, axis)) * np.uint32(2654435769)
+        word ^= word >> 15
+    return lax.bitcast_convert_type(word.astype(jnp.uint16) & 0xBFFF, jnp.bfloat16)
 
 
 @contextlib.contextmanager
@@ -169,7 +182,6 @@ def follow_leader(arguments: dict[str, Any], index: int) -> None:
 def run_engine(arguments: dict[str, Any]) -> None:
     """Takes the version that each line names, and answers with its digest where it is asked to."""
     import jax
-    import numpy as np
 
     from areal_jax.distributed.peers import prove_as_client
     from areal_jax.formats.hf_config import read_hf_config
