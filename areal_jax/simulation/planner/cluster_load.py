@@ -259,10 +259,10 @@ MOST_SLOTS = 256
 LAYOUTS = (
     Layout(R1_DISTILL_1_5B, 'hosts=1 x fsdp=2', '6 x tensor=1', 64 * 16),
     Layout(R1_DISTILL_7B, 'hosts=3 x data=3,fsdp=8', '40 x tensor=1', 256 * 16),
-    Layout(R1_DISTILL_32B, 'hosts=20 x data=5,fsdp=8,tensor=4', '88 x tensor=4', 512 * 16),
+    Layout(R1_DISTILL_32B, 'hosts=22 x data=11,fsdp=8,tensor=2', '42 x tensor=8', 512 * 16),
 )
 
-WHOLE_NODES = dataclasses.replace(LAYOUTS[-1], engines='44 x tensor=8')  # half as many readers of a version
+HALF_NODES = dataclasses.replace(LAYOUTS[-1], engines='84 x tensor=4')  # twice as many readers of a version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +400,7 @@ def make_tables(costs: HostCosts) -> dict[str, str]:
     loads = [Peak(layout).load(costs) for layout in LAYOUTS]
     limits = [(name, functools.partial(tell_share, name)) for name in loads[0].shares()]
     tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'storage': FILES, 'limits': limits}
-    streamed = [*loads, Peak(WHOLE_NODES).load(costs)]
+    streamed = [*loads, Peak(HALF_NODES).load(costs)]
     return {name: make_table(lines, loads) for name, lines in tables.items()} | {
         'sockets': make_table(STREAM, streamed)
     }

@@ -7,9 +7,9 @@ import pathlib
 import pytest
 
 from areal_jax.simulation.planner.cluster_load import (
+    HALF_NODES,
     LAYOUTS,
     MEASURED,
-    WHOLE_NODES,
     HostCosts,
     Load,
     Peak,
@@ -119,14 +119,14 @@ def test_pieces_are_as_small_as_the_controller_can_take_in():
 
 
 def test_versions_over_sockets_are_limited_by_the_links_of_the_learner():
-    """65.5 GB from 20 processes to 88 engines on 44 nodes, to 44 engines, and once in all; 12.5 GB/s a node."""
-    load = Peak(LAYOUTS[2]).load(FREE)
+    """65.5 GB from 22 processes to 42 engines on 42 nodes, to 84 engines, and once in all; 12.5 GB/s a node."""
+    load, halves = Peak(LAYOUTS[2]).load(FREE), Peak(HALF_NODES).load(FREE)
     nbytes = load.version_bytes
-    assert stream(load).transfer_s == pytest.approx(88 * nbytes / 20 / 12.5e9 + 0.01)
-    assert stream(Peak(WHOLE_NODES).load(FREE)).transfer_s == pytest.approx(44 * nbytes / 20 / 12.5e9 + 0.01)
+    assert stream(load).transfer_s == pytest.approx(42 * nbytes / 22 / 12.5e9 + 0.01)
+    assert stream(halves).transfer_s == pytest.approx(84 * nbytes / 22 / 12.5e9 + 0.01)
     assert pass_on(load).transfer_s == pytest.approx(nbytes / 12.5e9 + 0.01)
-    assert receive_once(load).transfer_s == stream(Peak(WHOLE_NODES).load(FREE)).transfer_s
-    assert stream(load).load_s > stream(Peak(WHOLE_NODES).load(FREE)).load_s  # by fewer devices
+    assert receive_once(halves).transfer_s == stream(load).transfer_s
+    assert stream(halves).load_s > stream(load).load_s  # by fewer devices
 
 
 def test_the_costs_of_sockets_are_those_that_were_measured():
