@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode import generate as parallel
@@ -87,9 +88,17 @@ def test_each_attention_has_the_numbers_of_one_head_of_latents(attention):
 def test_attention_that_has_no_cache_of_latents_is_refused_by_name():
     demand = Demand(4, 1, 20, 4, 6, 'bfloat16', windows=False, latents=True)
     tpu = types.SimpleNamespace(platform='tpu', device_kind='TPU v5e')
-    with pytest.raises(AttentionError, match=r"rollout\.attention='pallas_tpu' has no cache of latents .* use 'gather'"):
+    with pytest.raises(
+        AttentionError, match=r"rollout\.attention='pallas_tpu' has no cache of latents .* use 'gather'"
+    ):
         choose_implementation('pallas_tpu', demand, tpu)
     assert choose_implementation('auto', demand, tpu) == 'gather'
     assert choose_implementation('auto', demand, jax.devices()[0]) == 'loops'
     one = dataclasses.replace(demand, dtype='float32')
     assert choose_implementation('auto', one, jax.devices()[0]) == 'native'
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_weights_in_8_bits_are_refused_by_name(name):
+    with pytest.raises(ConfigError, match=r"weights='int8' with 6 experts: these are not quantized; use 'published'"):
+        build(Decoder(CONFIGS[name]), weights='int8')
