@@ -131,7 +131,8 @@ def test_a_token_of_deepseek_v3_takes_a_85th_in_latents():
     # of each head a key of 192 numbers, and a value of 128 that is filled to as many
     assert told['expanded', 1] == 2 * told['expanded', 2] == 2 * layers * 128 * (192 + 192)
     assert told['expanded', 1] / told['absorbed', 1] == pytest.approx(85.3, abs=0.1)
-    assert 128 * (192 + 128) / (512 + 64) == pytest.approx(71.1, abs=0.1)  # without what is filled
+    unfilled = 128 * (192 + 128)
+    assert unfilled / (512 + 64) == pytest.approx(71.1, abs=0.1)
 
 
 def test_gradients_and_moments_are_those_of_the_largest_block():

@@ -24,7 +24,8 @@ EXACT = 1e-5  # of log-probs that an engine computes in two ways, largest; of an
 def assert_near(found, expected, largest=1e-4):
     """Log-probs of an engine and of another forward pass, which adds up in another order.
 
-    A delta net divides what a head gives by its length, and so multiplies rounding where that is small.
+    A delta net divides what a head gives by its length, and latent attention a latent, and so both multiply rounding
+    where that is small.
     """
     error = np.abs(np.asarray(found) - expected)
     assert error.mean() <= EXACT

@@ -16,6 +16,7 @@ from tests.rollout.decode.delta_examples import (
     PROMPT,
     answers,
     ask,
+    assert_near,
     interrupted,
     joined,
     large,
@@ -41,8 +42,8 @@ in_both_forms = pytest.mark.parametrize(('name', 'mla'), FORMS)
 
 def assert_as_learned(name, tokens, logprobs, first, version=0):
     """The log-probs are those of the learner's pass, which is always expanded."""
-    expected = learner_logprobs(tokens, first, weights(version, config=CONFIGS[name]), Decoder(CONFIGS[name]))
-    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=EXACT)
+    config = CONFIGS[name]
+    assert_near(logprobs, learner_logprobs(tokens, first, weights(version, config=config), Decoder(config)))
 
 
 @in_both_forms
@@ -127,7 +128,7 @@ def test_new_weights_go_on_from_latents_of_their_own_or_of_both_versions(name, m
         assert_as_learned(name, [*PROMPT, *joined(segments)[0]], segments[1].behavior_logprobs, first, version=1)
     for segments in interrupted(backend, 'keep', 1, config=config):
         tokens, logprobs = joined(segments)
-        np.testing.assert_allclose(logprobs, token_by_token(config, segments), rtol=0, atol=EXACT)
+        assert_near(logprobs, token_by_token(config, segments))
         recomputed = learner_logprobs([*PROMPT, *tokens], len(PROMPT), weights(1, config=config), Decoder(config))
         later = slice(len(segments[0].tokens), None)
         assert np.abs(logprobs - recomputed)[later].max() > 1e-2

@@ -88,9 +88,8 @@ def test_each_attention_has_the_numbers_of_one_head_of_latents(attention):
 def test_attention_that_has_no_cache_of_latents_is_refused_by_name():
     demand = Demand(4, 1, 20, 4, 6, 'bfloat16', windows=False, latents=True)
     tpu = types.SimpleNamespace(platform='tpu', device_kind='TPU v5e')
-    with pytest.raises(
-        AttentionError, match=r"rollout\.attention='pallas_tpu' has no cache of latents .* use 'gather'"
-    ):
+    message = r"rollout\.attention='pallas_tpu' has no cache of latents .* use 'gather'"
+    with pytest.raises(AttentionError, match=message):
         choose_implementation('pallas_tpu', demand, tpu)
     assert choose_implementation('auto', demand, tpu) == 'gather'
     assert choose_implementation('auto', demand, jax.devices()[0]) == 'loops'
