@@ -22,7 +22,7 @@ _UNREAD = 'unread'  # XLA leaves out what a program does not read
 _PASS = ('working copy', 'frozen')
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     'export': ('trained', 'frozen'), 'cast': ('trained',), 'gradients': _PASS, 'loads': _PASS, 'logprobs': _PASS,
-    'single_tokens': _PASS,
+    'single_tokens': _PASS, 'latent_forms': _PASS,
     'accumulate': ('gradients', *_PASS), 'zeros': (_UNREAD,),
     'collisions': _PASS, 'values': _PASS, 'scan': ('trained', 'optimizer', 'frozen'),
     'add': ('gradients', 'working copy'), 'add_first': ('working copy', 'working copy'),

@@ -203,6 +203,11 @@ class DiagnosticsSection(ConfigSection):
         'with delta nets: the part of the mismatch that is due to their two forms, for one more pass token by token',
         used_if=generates,
     )
+    latent_form: bool = flag(
+        False,
+        'with latent attention: the part of the mismatch that is due to its two forms, for two more passes',
+        used_if=lambda c: generates(c) and c.rollout.mla == 'absorbed',
+    )
     ring_bytes: int = integer(
         2**30,
         BYTES,

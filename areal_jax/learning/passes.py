@@ -231,6 +231,10 @@ class Passes:
         """Log-probs float32 [M, R, N] of the trained weights, with the rule of delta nets token by token."""
         return self._layout.join_logprobs(self._pass('single_tokens', self.trained(state), batch, version))
 
+    def compare_latents(self, state: LearnerState, batch: PackedBatch, version: int) -> np.ndarray:
+        """What absorbed latent attention adds to log-probs of the trained weights, float32 [M, R, N]."""
+        return self._layout.join_logprobs(self._pass('latent_forms', self.trained(state), batch, version))
+
     def repeat(self, call: PassCall, weights: PassWeights, rows: PassRows) -> list[Any]:
         """The results of the program of a call for each micro-batch."""
         return self._run_each(call.program, weights, rows, self._scalars(call))
@@ -334,6 +338,8 @@ class Passes:
                 yield 'collisions', (*policy, one, scalars)
             if settings.diagnostics.delta_rule:
                 yield 'single_tokens', (*policy, one, scalars)
+            if settings.diagnostics.latent_form:
+                yield 'latent_forms', (*policy, one, scalars)
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.learner.accumulate == 'dispatch':
@@ -502,6 +508,8 @@ class Trained:
     batches: Sequence[PackedBatch]  # with the advantages that were trained
     # log-probs of the first minibatch before the update, by the rule token by token; None = not measured
     single_tokens: np.ndarray | None = None
+    # what absorbed latent attention adds to log-probs of that minibatch; None = not measured
+    of_latents: np.ndarray | None = None
 
     def steps_applied(self) -> list[bool]:
         """Per step, whether it changed the weights: it does not if the gradient is not finite or a brake skips it."""
@@ -550,6 +558,8 @@ def train(
     prompts = number_prompts(groups)
     measures_rule = settings.diagnostics.delta_rule and len(batches) > 0
     single_tokens = passes.compare_rule(state, batches[0], version) if measures_rule else None
+    measures_latents = settings.diagnostics.latent_form and len(batches) > 0
+    of_latents = passes.compare_latents(state, batches[0], version) if measures_latents else None
     results: list[StepResult] = []
     for number in range(settings.learner.epochs * len(batches)):
         index, first = number % len(batches), number == 0
@@ -561,7 +571,7 @@ def train(
         results.append(result._replace(prepared=prepared, lag=lag, factor=factor))
         if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = dataclasses.replace(known[0], proximal=first_logprobs(results, batches))
-    return Trained(results, known, batches, single_tokens)
+    return Trained(results, known, batches, single_tokens, of_latents)
 
 
 def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:

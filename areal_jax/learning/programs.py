@@ -148,6 +148,26 @@ class Programs:
 
         return jax.jit(single_tokens, out_shardings=replicated(self.mesh))
 
+    def latent_forms(self) -> jax.stages.Wrapped:
+        """What absorbed latent attention adds to `logprobs`, [R, N], where both forms compute in `publish_dtype`."""
+        own = self.decoder
+        absorbed = Decoder(own.config.absorb(), layers=own.layers, lora=own.lora)
+
+        def latent_forms(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> jax.Array:
+            weights = trees.cast(trees.join(working, frozen), self.settings.publish_dtype)
+
+            def score(decoder: Decoder) -> jax.Array:
+                states, _ = predicting_states(
+                    decoder, weights, rows, mesh=self.mesh, follows=scalars.get(FOLLOWS),
+                    attention='blocked',  # takes heads as long as a latent, which kernels may not
+                    expert_parallel=self.settings.learner.expert_parallel,
+                )  # fmt: skip
+                return self._score_targets(weights, states, rows, scalars)[0]
+
+            return score(absorbed) - score(own)
+
+        return jax.jit(latent_forms, out_shardings=replicated(self.mesh))
+
     def collisions(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> (log-probs, log Σ π²), [R, N] each."""
 

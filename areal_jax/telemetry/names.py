@@ -226,6 +226,9 @@ MISMATCH_RATIO_SHARE = Metric(
 # only with diagnostics.delta_rule; over the trained tokens of an update's first minibatch
 MISMATCH_RULE = Metric('mismatch/delta_rule', 'nats', 'mean difference of log-probs between chunks and single tokens')
 MISMATCH_RULE_COUNT = Metric('mismatch/delta_rule_n', 'tokens', 'tokens compared')
+# only with diagnostics.latent_form; over the same tokens
+MISMATCH_LATENTS = Metric('mismatch/latent_form', 'nats', 'mean difference of log-probs between absorbed and expanded')
+MISMATCH_LATENTS_COUNT = Metric('mismatch/latent_form_n', 'tokens', 'tokens compared')
 MISMATCH_OF = 'mismatch/of/'  # prefix; followed by the engine and n or mean_abs
 MISMATCH_OF_TURN = (
     'mismatch/turn/'  # prefix, for answers of several turns; followed by the turn (1, 2, ...) and n or mean_abs

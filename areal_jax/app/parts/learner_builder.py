@@ -55,6 +55,8 @@ def build_learner(
     decoder, params = build_training_decoder(config, model)
     if config.diagnostics.delta_rule and decoder.config.delta is None:
         raise ConfigError('diagnostics.delta_rule=True needs a model with delta nets; set it to False')
+    if config.diagnostics.latent_form and decoder.config.latent is None:
+        raise ConfigError('diagnostics.latent_form=True needs a model with latent attention; set it to False')
     settings, optimizer = build_learner_settings(config), build_optimizer(config)
     if settings.critic is not None:
         optimizer = add_critic_optimizer(optimizer, config.critic.learning_rate)

@@ -142,6 +142,7 @@ def measure(
             if settings.rollout.weights == 'int8'
             else {},
             'delta_rule': rule_metrics(trained),
+            'latent_form': latent_metrics(trained),
             'by_age': by_age,
             'inside': inside_metrics(batches, trained.steps_applied()),
             'staleness': staleness_metrics(settings.brake, results, batches),
@@ -166,6 +167,20 @@ def rule_metrics(trained: Trained) -> Metrics:
         return {names.MISMATCH_RULE_COUNT: 0.0}
     mean = float(np.abs(chunks.astype(np.float64) - tokens).mean())
     return {names.MISMATCH_RULE_COUNT: float(mask.sum()), names.MISMATCH_RULE: mean}
+
+
+def latent_metrics(trained: Trained) -> Metrics:
+    """The difference of log-probs between absorbed latent attention, as engines compute, and expanded, as trained.
+
+    Both are of the same weights in the dtype of engines, rows and, where they are recorded, routes.
+    """
+    if trained.of_latents is None:
+        return {}
+    mask = trained.batches[0].loss_mask
+    if not mask.any():
+        return {names.MISMATCH_LATENTS_COUNT: 0.0}
+    mean = float(np.abs(np.reshape(trained.of_latents, mask.shape)[mask].astype(np.float64)).mean())
+    return {names.MISMATCH_LATENTS_COUNT: float(mask.sum()), names.MISMATCH_LATENTS: mean}
 
 
 def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -20,7 +21,7 @@ from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
-from areal_jax.models.layer_parts import Experts
+from areal_jax.models.layer_parts import Experts, LatentAttention, SigmoidRouter
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.rollout.decode.generate import weight_shardings
 from tests.app.small import small_config
@@ -97,6 +98,41 @@ def test_the_cache_of_an_engine_of_a_hybrid_is_that_of_its_states_and_blocks(ten
     told = sizes.cache_bytes(config, shape, devices)
     assert told == pytest.approx(nbytes(backend.initial_state()), rel=0.02)
     assert told == pytest.approx(backend.state_bytes / tensor, rel=0.02)
+
+
+@pytest.mark.parametrize('mla', ['absorbed', 'expanded'])
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_the_cache_of_an_engine_with_latent_attention_is_told_as_it_is_taken(tensor, mla):
+    fields = {'model__n_heads': 4, 'model__experts': 4, 'rollout__mla': mla, 'publication__dtype': 'bfloat16'}
+    config = TrackedConfig(small_config(model__family='deepseek_v3', cluster__engines=f'1 x tensor={tensor}', **fields))
+    shape, devices = read_shape(config), tuple(jax.devices()[:tensor])
+    backend = build_backend(config, Decoder(shape), devices)
+    told = sizes.cache_bytes(config, shape, devices)
+    assert told == nbytes(backend.initial_state())  # on each device
+    assert backend.state_bytes == told * (1 if mla == 'absorbed' else tensor)  # every device has all latents
+
+
+def test_a_token_of_deepseek_v3_takes_a_85th_in_latents():
+    latent, layers = LatentAttention(512, 128, 64, 128, 1536), 61
+    shape = ModelConfig(
+        vocab_size=129280, d_model=7168, n_layers=layers, n_heads=128, n_kv_heads=128, head_dim=192, d_ff=18432,
+        rope_theta=1e4, rotary_dim=64, latent=latent, score_scale=latent.scale, tie_embeddings=False,
+        family='deepseek_v3', experts=Experts(256, 8, 2048, dense_layers=(0, 1, 2), d_shared=2048,
+        sigmoid=SigmoidRouter(8, 4, 2.5)),
+    )  # fmt: skip
+    told = {}
+    for mla, tensor in itertools.product(('absorbed', 'expanded'), (1, 2)):
+        config = TrackedConfig(
+            small_config(rollout__mla=mla, publication__dtype='bfloat16', cluster__engines=f'1 x tensor={tensor}')
+        )
+        positions = (config.rollout.count_cache_blocks(config.rollout.slots) + 1) * config.rollout.block_tokens
+        told[mla, tensor] = sizes.cache_bytes(config, shape, tuple(jax.devices()[:tensor])) / positions
+    assert told['absorbed', 1] == told['absorbed', 2] == 2 * layers * (512 + 64)  # every device has all latents
+    # of each head a key of 192 numbers, and a value of 128 that is filled to as many
+    assert told['expanded', 1] == 2 * told['expanded', 2] == 2 * layers * 128 * (192 + 192)
+    assert told['expanded', 1] / told['absorbed', 1] == pytest.approx(85.3, abs=0.1)
+    unfilled = 128 * (192 + 128)
+    assert unfilled / (512 + 64) == pytest.approx(71.1, abs=0.1)
 
 
 def test_gradients_and_moments_are_those_of_the_largest_block():

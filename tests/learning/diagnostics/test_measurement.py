@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.diagnostics.measurement import (
+    latent_metrics,
     mismatch_metrics,
     quantization_metrics,
     rule_metrics,
@@ -18,6 +19,8 @@ from areal_jax.learning.packed_rows import PADDING
 from areal_jax.learning.passes import StepResult, Trained
 from areal_jax.telemetry import names
 from areal_jax.types import PackedBatch
+from tests.learning.test_meshes import make_learner, update_once
+from tests.models.family_examples import CONFIGS, draw
 
 
 def batch(positions, trajectories, versions=None):
@@ -117,3 +120,24 @@ def test_the_difference_by_the_form_of_the_rule_is_the_mean_over_trained_tokens(
     assert rule_metrics(Trained([result], [], [packed])) == {}
     found = rule_metrics(Trained([result], [], [packed], tokens))
     assert found == {'mismatch/delta_rule': pytest.approx(0.5), 'mismatch/delta_rule_n': 3}
+
+
+def test_the_difference_by_the_form_of_latent_attention_is_the_mean_over_trained_tokens():
+    packed = dataclasses.replace(
+        batch(range(4), [0] * 4), loss_mask=np.array([True, False, True, True]).reshape(1, 1, 4)
+    )
+    difference = np.array([-0.5, 9.0, 0.0, 1.0], np.float32).reshape(1, 1, 4)
+    assert latent_metrics(Trained([], [], [packed])) == {}
+    found = latent_metrics(Trained([], [], [packed], of_latents=difference))
+    assert found == {'mismatch/latent_form': pytest.approx(0.5), 'mismatch/latent_form_n': 3}
+    nothing = dataclasses.replace(packed, loss_mask=np.zeros((1, 1, 4), bool))
+    assert latent_metrics(Trained([], [], [nothing], of_latents=difference)) == {'mismatch/latent_form_n': 0}
+
+
+@pytest.mark.parametrize(('dtype', 'least', 'most'), [('float32', 0, 1e-5), ('bfloat16', 1e-3, 0.3)])
+def test_an_update_measures_the_form_of_latent_attention_in_the_dtype_of_engines(dtype, least, most):
+    config = CONFIGS['deepseek_v3']
+    changes = {'latent_form': True, 'publish_dtype': dtype}
+    metrics, _ = update_once(make_learner(config=config, params=draw(config), changes=changes))
+    assert metrics[names.MISMATCH_LATENTS_COUNT] > 10
+    assert least < metrics[names.MISMATCH_LATENTS] < most

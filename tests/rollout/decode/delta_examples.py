@@ -1,4 +1,4 @@
-"""A hybrid of delta nets and attention in an engine, and its log-probs by the learner's forward pass."""
+"""A hybrid of delta nets and attention, or another family, in an engine, and its log-probs by the learner's pass."""
 
 import functools
 
@@ -8,6 +8,7 @@ import numpy as np
 from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import leaf_dtype
+from areal_jax.rollout.backend import PrefillPiece
 from areal_jax.sharding.rules import path_name
 from tests.models import family_examples
 from tests.rollout.decode.examples import build, request
@@ -23,7 +24,8 @@ EXACT = 1e-5  # of log-probs that an engine computes in two ways, largest; of an
 def assert_near(found, expected, largest=1e-4):
     """Log-probs of an engine and of another forward pass, which adds up in another order.
 
-    A delta net divides what a head gives by its length, and so multiplies rounding where that is small.
+    A delta net divides what a head gives by its length, and latent attention a latent, and so both multiply rounding
+    where that is small.
     """
     error = np.abs(np.asarray(found) - expected)
     assert error.mean() <= EXACT
@@ -50,15 +52,16 @@ def small(decoder=DECODER, **changed):
     return build(decoder, **{**sizes, 'decode_steps': 4, 'batch_buckets': (4,), **changed})
 
 
-def run(backend, script, params=None, decode_steps=4, **settings):
+def run(backend, script, params=None, decode_steps=4, config=CONFIG, **settings):
     """What `script` returns, run with an engine around the backend; no place of a state is leaked."""
-    receive = lambda published: weights(published.handle)
-    params = weights() if params is None else params
+    receive = lambda published: weights(published.handle, config=config)
+    params = weights(config=config) if params is None else params
     rig = Rig(inner=backend, params=params, receive=receive, decode_steps=decode_steps, **settings)
     found = rig.run(script)
     rig.check_blocks()
-    states = rig.engine.stream.cache.states
-    assert states.free + states.snapshots == backend.states.places
+    if backend.states:
+        states = rig.engine.stream.cache.states
+        assert states.free + states.snapshots == backend.states.places
     return found
 
 
@@ -70,6 +73,41 @@ def answers(backend, requests, **settings):
         return [joined(await collect(one)) for one in open_]
 
     return run(backend, script, **settings)
+
+
+def prefill_in_parts(decoding, name, cuts):
+    """Computes what a started sequence has, once more and in parts."""
+    sequence = decoding.sequences[name]
+    tokens = np.array(sequence.tokens[:-1], np.int32)
+    for start, stop in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
+        piece = PrefillPiece(tokens[start:stop], start, sequence.blocks, state=sequence.state)
+        decoding.state = decoding.backend.prefill(decoding.params, decoding.state, [piece])
+
+
+def interrupted(backend, kv_policy, handle, **settings):
+    """Segments of three answers in whose midst the weights `handle` arrive."""
+
+    async def script(rig):
+        open_ = [rig.engine.generate(ask(sample, new=24)) for sample in range(3)]
+        await rig.pass_time(0.35)
+        await rig.load(1, handle)
+        return [await collect(one) for one in open_]
+
+    return run(backend, script, kv_policy=kv_policy, **settings)
+
+
+def token_by_token(config, segments):
+    """Log-probs of the answer to PROMPT in these segments, each token read by the weights of its segment."""
+    one, (tokens, _) = family_examples.TokenByToken(config, CONTEXT), joined(segments)
+    versions = [0] * (len(PROMPT) - 1)
+    for segment in segments:
+        versions += [segment.policy_version] * len(segment.tokens)  # of the pass that read the token before
+    tokens, found = [*PROMPT, *tokens], []
+    for place in range(len(PROMPT), len(tokens)):
+        by_version = {version: weights(version, config=config) for version in (0, 1)}
+        logits = one.next_logits(by_version, tokens[:place], versions[:place])
+        found.append(jax.nn.log_softmax(jax.numpy.asarray(logits, jax.numpy.float32))[tokens[place]])
+    return np.array(found)
 
 
 def joined(segments):

@@ -12,10 +12,9 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.delta_rule import DeltaState
 from areal_jax.models.families import DELTA, LayerKind
 from areal_jax.models.layer_parts import DeltaNet
-from areal_jax.rollout.backend import PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxScoring
 from areal_jax.rollout.scoring import ScoringRequest
-from tests.models.family_examples import CONFIGS, TokenByToken, tiny
+from tests.models.family_examples import CONFIGS, tiny
 from tests.rollout.decode.delta_examples import (
     CONFIG,
     CONTEXT,
@@ -24,11 +23,14 @@ from tests.rollout.decode.delta_examples import (
     answers,
     ask,
     assert_near,
+    interrupted,
     joined,
     large,
     learner_logprobs,
+    prefill_in_parts,
     run,
     small,
+    token_by_token,
     weights,
 )
 from tests.rollout.decode.examples import Decoding
@@ -37,15 +39,6 @@ from tests.rollout.engine_rig import collect
 LONG = np.random.default_rng(5).integers(0, 300, 200)
 SHALLOW = Decoder(dataclasses.replace(CONFIG, n_layers=2, kinds=(DELTA, LayerKind())))
 CUTS = (1, 2, 3, 5, 63, 64, 65, 100, 128, 130, 191, 198)  # inside chunks of 64, at their ends, behind one token
-
-
-def prefill_in_parts(decoding, name, cuts):
-    """Computes what a started sequence has, once more and in parts."""
-    sequence = decoding.sequences[name]
-    tokens = np.array(sequence.tokens[:-1], np.int32)
-    for start, stop in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-        piece = PrefillPiece(tokens[start:stop], start, sequence.blocks, state=sequence.state)
-        decoding.state = decoding.backend.prefill(decoding.params, decoding.state, [piece])
 
 
 def states_of(state):
@@ -123,21 +116,9 @@ def test_preempted_answers_are_as_uninterrupted():
         np.testing.assert_allclose(one[1], expected[1], rtol=0, atol=EXACT)
 
 
-def interrupted(kv_policy, handle):
-    """Segments of three answers in whose midst the weights `handle` arrive."""
-
-    async def script(rig):
-        open_ = [rig.engine.generate(ask(sample, new=24)) for sample in range(3)]
-        await rig.pass_time(0.35)
-        await rig.load(1, handle)
-        return [await collect(one) for one in open_]
-
-    return run(large(), script, kv_policy=kv_policy)
-
-
 def test_recomputed_under_equal_weights_is_as_uninterrupted():
     whole = answers(large(), [ask(sample, new=24) for sample in range(3)])
-    for segments, expected in zip(interrupted('recompute', 0), whole, strict=True):
+    for segments, expected in zip(interrupted(large(), 'recompute', 0), whole, strict=True):
         assert [one.policy_version for one in segments] == [0, 1]
         tokens, logprobs = joined(segments)
         assert tokens == expected[0]
@@ -145,7 +126,7 @@ def test_recomputed_under_equal_weights_is_as_uninterrupted():
 
 
 def test_recompute_goes_on_from_a_state_of_the_new_weights_alone():
-    for segments in interrupted('recompute', 1):
+    for segments in interrupted(large(), 'recompute', 1):
         start = len(PROMPT) + len(segments[0].tokens)
         tokens = [*PROMPT, *joined(segments)[0]]
         expected = learner_logprobs(tokens, start, weights(1))
@@ -153,19 +134,11 @@ def test_recompute_goes_on_from_a_state_of_the_new_weights_alone():
 
 
 def test_keep_goes_on_from_a_state_of_both_versions():
-    one = TokenByToken(CONFIG, CONTEXT)
-    for segments in interrupted('keep', 1):
+    for segments in interrupted(large(), 'keep', 1):
         assert [one.policy_version for one in segments] == [0, 1]
         tokens, logprobs = joined(segments)
-        versions = [0] * (len(PROMPT) - 1)
-        for segment in segments:
-            versions += [segment.policy_version] * len(segment.tokens)  # of the pass that read the token before
-        tokens, expected = [*PROMPT, *tokens], []
-        for place in range(len(PROMPT), len(tokens)):
-            logits = one.next_logits({0: weights(), 1: weights(1)}, tokens[:place], versions[:place])
-            expected.append(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))[tokens[place]])
-        assert_near(logprobs, np.array(expected))
-        recomputed = learner_logprobs(tokens, len(PROMPT), weights(1))
+        assert_near(logprobs, token_by_token(CONFIG, segments))
+        recomputed = learner_logprobs([*PROMPT, *tokens], len(PROMPT), weights(1))
         later = slice(len(segments[0].tokens), None)
         assert np.abs(logprobs - recomputed)[later].max() > 1e-2
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.attention.backends import AttentionError
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode import generate as parallel
+from areal_jax.rollout.decode.attention.choose import (
+    IMPLEMENTATIONS,
+    TABLE_BLOCKS,
+    Demand,
+    choose_implementation,
+    self_check,
+)
 from areal_jax.sharding.placement import move_to
 from tests.models.family_examples import CONFIGS, draw
 from tests.rollout.decode.examples import Decoding, build, forward_logprobs, request
@@ -30,10 +41,13 @@ def decode(name, devices=None, **options):
     return engine, decoding
 
 
-@pytest.mark.parametrize('mla', ['absorbed', 'expanded'])
+FORMS = [('absorbed', 'gather'), ('absorbed', 'loops'), ('absorbed', 'native'), ('expanded', 'auto')]
+
+
+@pytest.mark.parametrize(('mla', 'attention'), FORMS)
 @pytest.mark.parametrize('name', NAMES)
-def test_an_engine_gives_the_log_probs_of_the_learner_s_form(name, mla):
-    _, decoding = decode(name, mla=mla)
+def test_an_engine_gives_the_log_probs_of_the_learner_s_form(name, mla, attention):
+    _, decoding = decode(name, mla=mla, attention=attention)
     for number, asked in REQUESTS.items():
         expected = forward_logprobs(
             decoding.tokens(number), len(asked.prompt_tokens), draw(CONFIGS[name]), decoder=Decoder(CONFIGS[name])
@@ -64,6 +78,26 @@ def test_a_cache_holds_the_latent_and_one_rotated_key_a_token(name):
     assert sizes['expanded'] == 2 * config.n_heads * config.head_dim == config.cached_numbers
 
 
+@pytest.mark.parametrize('attention', ['gather', 'loops', 'native'])
+def test_each_attention_has_the_numbers_of_one_head_of_latents(attention):
+    """Rows of several lengths over blocks with NaN where no row reads, against a dense softmax in float64."""
+    demand = Demand(6, 1, 20, 4, TABLE_BLOCKS, 'float32', windows=True, latents=True)
+    assert self_check(IMPLEMENTATIONS[attention].make(demand), demand, jax.devices()[0]) < 1e-6
+
+
 def test_attention_that_has_no_cache_of_latents_is_refused_by_name():
-    with pytest.raises(AttentionError, match=r"rollout\.attention='loops' has no cache of latents .* use 'gather'"):
-        build(Decoder(CONFIGS['deepseek_v3']), attention='loops')
+    demand = Demand(4, 1, 20, 4, 6, 'bfloat16', windows=False, latents=True)
+    tpu = types.SimpleNamespace(platform='tpu', device_kind='TPU v5e')
+    message = r"rollout\.attention='pallas_tpu' has no cache of latents .* use 'gather'"
+    with pytest.raises(AttentionError, match=message):
+        choose_implementation('pallas_tpu', demand, tpu)
+    assert choose_implementation('auto', demand, tpu) == 'gather'
+    assert choose_implementation('auto', demand, jax.devices()[0]) == 'loops'
+    one = dataclasses.replace(demand, dtype='float32')
+    assert choose_implementation('auto', one, jax.devices()[0]) == 'native'
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_weights_in_8_bits_are_refused_by_name(name):
+    with pytest.raises(ConfigError, match=r"weights='int8' with 6 experts: these are not quantized; use 'published'"):
+        build(Decoder(CONFIGS[name]), weights='int8')

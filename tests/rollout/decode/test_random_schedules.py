@@ -58,10 +58,10 @@ def weights(version, decoder=DECODER):
 
 
 @functools.cache
-def backend(block_tokens, cache_tokens, decoder=DECODER, window_blocks=None, attention='auto'):
+def backend(block_tokens, cache_tokens, decoder=DECODER, window_blocks=None, attention='auto', mla='absorbed'):
     return JaxDecodeBackend(
         decoder, slots=4, context_tokens=CONTEXT, block_tokens=block_tokens, cache_blocks=cache_tokens // block_tokens,
-        window_blocks=window_blocks, attention=attention,
+        window_blocks=window_blocks, attention=attention, mla=mla,
         prefill_buckets=(8, 16), decode_steps=STEPS, batch_buckets=(2, 4), filtered=True, dtype='float32',
     )  # fmt: skip
 
@@ -518,7 +518,9 @@ def test_random_schedules_give_what_a_decoder_without_a_cache_gives(block_tokens
     assert set(occurred) == expected_events(block_tokens, cache_tokens, kv_policy)
 
 
-QUICK = ('gpt_oss', 'qwen3_5_moe')
+CASES = {name: (config, {}) for name, config in family_examples.CONFIGS.items()}
+CASES['deepseek_v3 expanded'] = family_examples.CONFIGS['deepseek_v3'], {'mla': 'expanded'}
+QUICK = ('gpt_oss', 'qwen3_5_moe', 'deepseek_v3')
 SEEDS = {True: (3, 5), False: (0, 1)}  # of hybrids: prompts of one token, and turns behind rows that end in a dispatch
 
 
@@ -526,16 +528,16 @@ SEEDS = {True: (3, 5), False: (0, 1)}  # of hybrids: prompts of one token, and t
 @pytest.mark.parametrize('kv_policy', [pytest.param('recompute', marks=pytest.mark.slow), 'keep'])
 @pytest.mark.parametrize(
     'name',
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in family_examples.NAMES],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
 )
 def test_every_family_gives_under_random_schedules_what_it_gives_token_by_token(name, kv_policy):
-    config = family_examples.CONFIGS[name]
+    config, pool = CASES[name]
     occurred = collections.Counter()
     reference = family_examples.TokenByToken(config, CONTEXT)
     error = DELTA_ERROR if config.delta else FLOAT32_ERROR
     for seed in SEEDS[config.delta is not None]:
         schedule, flips, checked = checked_run(
-            seed, 4, 64, kv_policy, decoder=Decoder(config), next_logits=reference.next_logits, error=error
+            seed, 4, 64, kv_policy, decoder=Decoder(config), pool=pool, next_logits=reference.next_logits, error=error
         )
         assert flips == 0
         assert checked > 100

@@ -18,6 +18,7 @@ from areal_jax.rollout.decode.attention.loops import (
     GatherLatents,
     LayerCache,
     LoopAttention,
+    LoopLatents,
 )
 from areal_jax.rollout.decode.attention.pallas_kernels import (
     HeadMajorTpuAttention,
@@ -81,6 +82,31 @@ class NativeAttention(BlocksFirst):
         return jnp.sum(lengths)
 
 
+class NativeLatents(NativeAttention):
+    """The same of one head whose keys are its values: a layer is one array, [blocks, T, 1, D]."""
+
+    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
+        return (jnp.zeros((blocks, block_tokens, heads, head_dim), dtype),)
+
+    def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
+        return (layer[0].at[blocks, offsets].set(k),)
+
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return super().read(layer * 2, blocks)
+
+    def attend_pieces(
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        return super().attend_pieces(q, layer * 2, tables, starts, lengths, window, sinks)
+
+
 SETTING = 'rollout.attention'
 _ANY_PLATFORM = ()
 _FLOATS = ('float32', 'bfloat16', 'float16')
@@ -122,8 +148,20 @@ IMPLEMENTATIONS = {
         is_kernel=False,
         latents=True,
     ),
-    'loops': Implementation(lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, is_kernel=False),
-    'native': Implementation(lambda d: NativeAttention(), ('cpu',), ('float32',), is_kernel=True),
+    'loops': Implementation(
+        lambda d: LoopLatents() if d.latents else LoopAttention(),
+        _ANY_PLATFORM,
+        _FLOATS,
+        is_kernel=False,
+        latents=True,
+    ),
+    'native': Implementation(
+        lambda d: NativeLatents() if d.latents else NativeAttention(),
+        ('cpu',),
+        ('float32',),
+        is_kernel=True,
+        latents=True,
+    ),
     'pallas_gpu': Implementation(
         lambda d: PallasGpuAttention(d.head_dim),
         ('gpu',),
@@ -322,6 +360,8 @@ def _make_case(demand: Demand) -> _Case:
             *((blocks, tokens, demand.kv_heads, demand.head_dim),) * 2,
         )
     )
+    if demand.latents:
+        v = k
     read = np.zeros((blocks, tokens), bool)
     for row, length in zip(tables, lengths, strict=True):
         places = np.arange(length)

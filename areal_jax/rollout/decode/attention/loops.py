@@ -161,9 +161,8 @@ class GatherAttention(HeadsFirst):
         return jnp.int32(len(lengths) * self.table_blocks * block_tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class GatherLatents(GatherAttention):
-    """CacheAttention by a gather, of one head whose keys are its values: a layer is one array."""
+class LatentBlocks(BlocksFirst):
+    """A layout of one head whose keys are its values: a layer is one array, [blocks, 1, T, D]."""
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         return (jnp.zeros((blocks, heads, block_tokens, head_dim), dtype),)
@@ -172,7 +171,13 @@ class GatherLatents(GatherAttention):
         return (layer[0].at[blocks, :, offsets].set(k),)
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return super().read(layer * 2, blocks)
+        k = layer[0][blocks].swapaxes(1, 2)  # [C, T, 1, D]
+        k = k.reshape(-1, *k.shape[2:])
+        return k, k
+
+
+class GatherLatents(LatentBlocks, GatherAttention):
+    """CacheAttention by a gather, of latents."""
 
     def attend(
         self,
@@ -237,6 +242,10 @@ class LoopAttention(BlocksFirst):
         return jnp.sum(jnp.concatenate(longest)) * block_tokens
 
 
+class LoopLatents(LatentBlocks, LoopAttention):
+    """CacheAttention in plain XLA, of latents: a block is read once, for both products."""
+
+
 def _groups(rows: int) -> tuple[_Group, ...]:
     few = min(rows, 2 * _SMALL_CHUNK)
     groups = [_Group(0, few, _divisor(few, _SMALL_CHUNK))]
@@ -284,8 +293,8 @@ def _attend_chunk(
     far are multiplied by exp(0) = 1. Before the first block that a row sees, m = -1e30, and the sums of those blocks
     are multiplied by exp(-1e30 - m) = 0 later.
     """
-    keys, values = layer
-    block = keys.shape[-1]
+    *keys, values = layer  # latents are both
+    block = values.shape[-2]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     starts = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
     longest = jnp.max(lengths)
@@ -295,8 +304,9 @@ def _attend_chunk(
         at = lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
         places = index * block + jnp.arange(block)
         seen = (places < lengths[:, None]) & (places >= starts[:, None])  # [R, T]
-        scores = jnp.where(seen[:, None, None], product('rkgd,rkdt->rkgt', q, keys[at]), MASKED)
         held = jnp.where(seen[:, None, :, None], values[at], 0)  # 0 * NaN would be NaN
+        found = product('rkgd,rkdt->rkgt', q, keys[0][at]) if keys else product('rkgd,rktd->rkgt', q, held)
+        scores = jnp.where(seen[:, None, None], found, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
         shift = jnp.exp(top - new_top)
