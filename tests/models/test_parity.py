@@ -180,6 +180,9 @@ def test_the_checkpoints_exercise_the_options():
     assert {name: config.dense_layers for name, config in experts.items() if config.dense_layers} == {
         'qwen3_moe_mixed': (0,),
         'glm4_moe': (0,),
+        'deepseek_v3': (0,),
+        'deepseek_v3_plain': (0,),
+        'glm4_moe_lite': (0,),
     }
     assert {config.normalised for config in experts.values()} == {True, False}
     assert {config.tie_embeddings for config in configs.values()} == {True, False}
