@@ -8,8 +8,8 @@ The first command has both in float64: the decoder computes in jnp.float32, whic
 one JSON object by name: the largest difference of logits with the router's own choice of experts, which is replayed
 where the model has a sigmoid router, and with `foreign` experts. The second has both in float32, for models of
 parity.SIGMOID: that difference, alone and as a part of the logits' range, and how far each is from transformers in
-float64. With --packed, by hybrid family: answers that share their prompt against answers behind their own prompts, the
-largest difference of log-probs and that of a leaf of the gradient, of its norm.
+float64. With --packed, by family with delta nets or latent attention: answers that share their prompt against answers
+behind their own prompts, the largest difference of log-probs and that of a leaf of the gradient, of its norm.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def packed_differences(name: str) -> tuple[float, float]:
 
 def main() -> None:
     if sys.argv[1:] == ['--packed']:
-        from tests.models.family_examples import HYBRIDS
+        from tests.models.family_examples import HYBRIDS, LATENT
 
-        print(json.dumps({name: packed_differences(name) for name in HYBRIDS}))
+        print(json.dumps({name: packed_differences(name) for name in (*HYBRIDS, *LATENT)}))
         return
     differences = exact_differences if IS_EXACT else rounded_differences
     names = (*parity.EXACT, *parity.HYBRIDS) if IS_EXACT else parity.SIGMOID

@@ -100,6 +100,7 @@ CONFIGS = {
     ),
 }
 HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)
+LATENT = tuple(name for name, config in CONFIGS.items() if config.latent)
 NAMES = tuple(CONFIGS)
 
 
