@@ -43,6 +43,7 @@ DECODED = [
             'qwen3_5',
             'qwen3_next',
             'glm4_moe',
+            'deepseek_v3',
         )
         else [pytest.mark.slow],
     )
