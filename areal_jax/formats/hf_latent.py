@@ -18,12 +18,13 @@ _SIZES = {  # fields of config.json by those of LatentAttention
 
 def read_latent(fields: Fields, default: LatentAttention) -> LatentAttention:
     """Latent attention in its expanded form; `head_dim` of the file is not read, since it says other things."""
-    sizes = {size: fields.integer(name, getattr(default, size)) for size, name in _SIZES.items()}
+    sizes = (fields.integer(name, getattr(default, size)) for size, name in _SIZES.items())
     query_rank = 0 if fields.is_null('q_lora_rank') else fields.integer('q_lora_rank', default.query_rank)
     heads = fields.get('num_key_value_heads')
     if heads is not None and heads != fields.get('num_attention_heads', heads):
         raise fields.unsupported('num_key_value_heads', heads, 'num_attention_heads')
-    return LatentAttention(**sizes, query_rank=query_rank, interleaved=fields.flag('rope_interleave', True))
+    rank, plain, rotated, value = sizes
+    return LatentAttention(rank, plain, rotated, value, query_rank, fields.flag('rope_interleave', True))
 
 
 def latent_scale(latent: LatentAttention, scaling: RopeScaling | None) -> float:

@@ -17,6 +17,7 @@ from areal_jax.errors import suggest
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.families import LAYERS, ModelConfig, count_parameters
 from areal_jax.models.layer_parts import Experts
+from areal_jax.models.weight_rows import Init
 from areal_jax.simulation.drawn_task import Answers
 from areal_jax.simulation.stream_prices import MEASURED_STREAM, NODE, StreamedVersion
 from areal_jax.types import Work
@@ -112,6 +113,7 @@ class ModelShape:
     window_kv_bytes: int = 0  # the part of `kv_bytes` in layers with a window
     state_bytes: int = 0  # of the states of a row, in all layers with delta nets
     rule_flops: int = 0  # of their rule, for a token
+    latent_width: int = 0  # heads * numbers of a cached latent, which engines attend over; 0 = no latent attention
 
     def held_kv_bytes(self, row_tokens: float) -> float:
         """Returns the bytes of one of `row_tokens` positions of a row: half as many windows as rows are held beside."""
@@ -136,12 +138,22 @@ class ModelShape:
         return 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 1.0
 
 
+_OF_MATRICES = (Init.MATRIX, Init.RESIDUAL)  # initial values of what tokens are multiplied with in a layer
+
+
 def shape_of(name: str, config: ModelConfig) -> ModelShape:
-    """The sizes of any model of a known family, counted from the table of its weights."""
+    """The sizes of any model of a known family, counted from the table of its weights.
+
+    Engines compute latent attention in its absorbed form, wide heads over a small cache; the learner in its expanded
+    form.
+    """
     counts = [(row.path, parameters) for row, parameters in count_parameters(config)]
-    of_layers = sum(count for path, count in counts if path.startswith(LAYERS) and _multiplies(path))
+    of_layers = sum(
+        count for row, count in count_parameters(config) if row.path.startswith(LAYERS) and row.init in _OF_MATRICES
+    )
+    absorbed = config.absorb()
     in_windows = sum(kind.window is not None for kind in config.kinds) * (config.n_layers // len(config.kinds))
-    of_layer = config.absorb().cached_numbers * CACHE_BYTES
+    of_layer = absorbed.cached_numbers * CACHE_BYTES
     heads = [count for path, count in counts if path == ('embedding' if config.tie_embeddings else 'head')]
     return ModelShape(
         name,
@@ -162,12 +174,8 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
         window_kv_bytes=in_windows * of_layer,
         state_bytes=config.n_delta_layers * config.delta.state_bytes(CACHE_BYTES) if config.delta else 0,
         rule_flops=config.n_delta_layers * config.delta.rule_flops if config.delta else 0,
+        latent_width=config.n_heads * absorbed.head_dim if config.latent else 0,
     )
-
-
-def _multiplies(path: str) -> bool:
-    """Whether the leaf at a path is a matrix, not a bias or the scale of a norm."""
-    return path.endswith('/weight') or ('/experts/' in path and not path.endswith('_bias'))
 
 
 def _qwen2(name: str, vocabulary: int, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelShape:
@@ -273,7 +281,7 @@ class Roofline:
         shape, chip = self.shape, self.chip
         read = WEIGHT_BYTES * shape.read_parameters(rows) + shape.kv_bytes * positions + 2 * shape.state_bytes * rows
         read_s = read / (self.reached.bandwidth * chip.bytes_s * self.devices)
-        computed = (2 * shape.active_parameters + shape.rule_flops) * rows + self._attention(positions)
+        computed = (2 * shape.active_parameters + shape.rule_flops) * rows + self._read_attention(positions)
         computed_s = computed / (self.reached.prefill * chip.flops * self.devices)
         return self.step_overhead_s + max(read_s, computed_s) + self._reduce_s(rows)
 
@@ -282,7 +290,7 @@ class Roofline:
         of_token = 2 * (self.shape.active_parameters - self.shape.head_parameters) + self.shape.rule_flops
         products = of_token * tokens
         flops = self.reached.prefill * self.chip.flops * self.devices
-        return (products + self._attention(positions)) / flops + self._reduce_s(tokens)
+        return (products + self._read_attention(positions)) / flops + self._reduce_s(tokens)
 
     def train_s(self, tokens: float, positions: float, passes: float) -> float:
         """Seconds of training on `tokens` tokens.
@@ -290,7 +298,8 @@ class Roofline:
         `passes` counts forward passes: 3 for the update, or 4 if activations are recomputed; 1 more for proximal
         log-probs, and 1 more for a reference model.
         """
-        computed = (2 * self.shape.active_parameters + self.shape.rule_flops) * tokens + self._attention(positions)
+        attention = 4 * self.shape.layers * self.shape.attention_width * positions
+        computed = (2 * self.shape.active_parameters + self.shape.rule_flops) * tokens + attention
         return passes * computed / (self.reached.mfu * self.chip.flops * self.devices)
 
     def optimizer_s(self) -> float:
@@ -331,9 +340,9 @@ class Roofline:
         load_s = self.publication_s(self.devices, self.devices)
         return {'decode': decode, 'prefill': prefill, 'load': lambda lane, work: load_s}
 
-    def _attention(self, positions: float) -> float:
-        """The flops of attention."""
-        return 4 * self.shape.layers * self.shape.attention_width * positions
+    def _read_attention(self, positions: float) -> float:
+        """The flops of an engine's attention."""
+        return 4 * self.shape.layers * (self.shape.latent_width or self.shape.attention_width) * positions
 
     def _reduce_s(self, tokens: float) -> float:
         """Seconds of two all-reduces a layer of the 16-bit residual stream, without their latency.

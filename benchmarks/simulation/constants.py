@@ -78,6 +78,11 @@ CHANGES: tuple[Change, ...] = (
         '2026-12-01', 'shapes', 'no states', 'bytes of states and arithmetic of their rule, 0 for every shape here',
         'delta nets have a state in place of keys and values', 'no row has such a model: equal', '85a00f471f6e',
     ),
+    Change(
+        '2026-12-02', 'shapes', 'no latents', 'width of heads over latents, 0 for every shape here',
+        'engines attend over latents, the learner over keys and values', 'no row has such a model: equal',
+        'b55e03a12871',
+    ),
 )  # fmt: skip
 
 # What engines and trainers reach.

@@ -14,15 +14,15 @@ ALONE, OWN, VLLM, SGLANG = ({'rollout.server': name} for name in ('in_process', 
 SFT = {'loss.objective': 'sft'}
 VALUES = {
     'slots': 3, 'decode_steps': 2, 'context_tokens': 32, 'block_tokens': 16, 'cache_tokens': 640,
-    'state_snapshots': 5, 'prefill_buckets': (32,), 'attention': 'loops', 'weights': 'int8', 'record_routes': True,
-    'slow_versions': 2, 'slow_engines': 'spare', 'kv_policy': 'keep', 'server': 'own', 'urls': ('vllm+http://a:1',),
+    'state_snapshots': 5, 'prefill_buckets': (32,), 'attention': 'loops', 'weights': 'int8', 'mla': 'expanded',
+    'record_routes': True, 'slow_versions': 2, 'slow_engines': 'spare', 'kv_policy': 'keep', 'server': 'own', 'urls': ('vllm+http://a:1',),
     'max_retries': 2, 'pause_lease_s': 20.0, 'max_mismatch': 0.1, 'workflow': 'program', 'episode_deadline_s': 9.0,
     'group_size': 2, 'max_running_groups': 2, 'max_new_tokens': 8, 'answer_lengths': 'lognormal(4, 1)',
     'ignore_eos': True, 'temperature': 0.5, 'top_k': 2, 'top_p': 0.5,
 }  # fmt: skip
 OF_ENGINES = {
     *('slots', 'decode_steps', 'context_tokens', 'block_tokens', 'cache_tokens', 'prefill_buckets', 'attention'),
-    *('weights', 'record_routes', 'kv_policy', 'state_snapshots'),
+    *('weights', 'mla', 'record_routes', 'kv_policy', 'state_snapshots'),
 }
 OF_ANSWERS = {
     *('workflow', 'episode_deadline_s', 'max_new_tokens', 'ignore_eos', 'temperature', 'top_k', 'top_p'),
@@ -47,6 +47,7 @@ def list_unread(fields, purpose=Purpose.TRAINING):
         ('attention', SIMULATED, OWN),
         ('attention', VLLM, ALONE),
         ('weights', SIMULATED, ALONE),
+        ('mla', VLLM, SIMULATED | OWN),
         ('slow_versions', OWN, SIMULATED),
         ('slow_engines', OWN, ALONE),
         ('urls', OWN, SGLANG),

@@ -287,7 +287,7 @@ def read_by_transformers(fields: dict[str, Any]) -> dict[str, Any]:
         'rotates': [bool(turn) and kind != _LINEAR for turn, kind in zip(turns, types, strict=True)],
         'ropes': [ropes[kind] for kind in types][: len(types)],
         **_read_hybrid(config, types),
-        **_read_sigmoid(config),
+        **_read_sigmoid(config, module),
     }
 
 
@@ -304,8 +304,8 @@ def _read_hybrid(config: Any, types: list[str]) -> dict[str, Any]:
     }
 
 
-def _read_sigmoid(config: Any) -> dict[str, Any]:
-    """The fields of models with sigmoid routers; {} for others."""
+def _read_sigmoid(config: Any, module: Any) -> dict[str, Any]:
+    """The fields of models with sigmoid routers; {} for others. `module` has the model's class."""
     if not hasattr(config, 'n_routed_experts'):
         return {}
     names = ('n_group', 'topk_group', 'routed_scaling_factor', 'first_k_dense_replace', 'use_qk_norm')
@@ -315,9 +315,6 @@ def _read_sigmoid(config: Any) -> dict[str, Any]:
         kinds = getattr(config, 'mlp_layer_types', None)
         layers = range(config.num_hidden_layers)
         dense = [i for i in layers if (i < config.first_k_dense_replace if kinds is None else kinds[i] == 'dense')]
-        import transformers
-
-        module = sys.modules[transformers.AutoModelForCausalLM._model_mapping[type(config)].__module__]
         return {
             'sigmoid': [getattr(config, name, None) for name in names],
             'dense': dense,

@@ -110,6 +110,7 @@ def test_the_fields_of_latent_attention_are_those_that_transformers_reads(tmp_pa
     assert list(config.experts.dense_layers) == theirs['dense']
     assert [m.rank, m.plain_dim, m.rotated_dim, m.value_dim, m.query_rank, m.interleaved] == theirs['latent']
     assert config.rotary_dim == m.rotated_dim
+    assert config.experts.normalised == theirs['norm_topk_prob']
 
 
 @pytest.mark.parametrize('name', FORMS)

@@ -18,7 +18,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora, attach_adapters, is_router_state, merge_adapters
 from areal_jax.sharding.rules import path_name
 from tests.learning.test_meshes import GROUPS, make_learner, update_once
-from tests.models.family_examples import CONFIGS, HYBRIDS, NAMES, draw
+from tests.models.family_examples import CONFIGS, HYBRIDS, LATENT, NAMES, draw
 
 PROMPT, ANSWERS = 12, (9, 7)  # tokens; windows have 5
 TOKENS = np.random.default_rng(0).integers(0, 300, PROMPT + sum(ANSWERS)).astype(np.int32)
@@ -107,14 +107,14 @@ def test_answers_that_share_their_prompt_are_as_apart(name, attention):
         assert np.linalg.norm(other) > 0
 
 
-def test_in_float64_answers_of_hybrids_that_share_their_prompt_are_as_apart_to_the_last_digits():
+def test_in_float64_answers_that_share_their_prompt_are_as_apart_to_the_last_digits():
     command = [sys.executable, '-m', 'tests.models.exact_side', '--packed']
     found = subprocess.run(
         command, env=os.environ | {'JAX_ENABLE_X64': '1'}, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr
     errors = json.loads(found.stdout)
-    assert errors.keys() == set(HYBRIDS)
+    assert errors.keys() == {*HYBRIDS, *LATENT}
     for name, (of_logprobs, of_gradient) in errors.items():
         assert of_logprobs <= 1e-12, (name, of_logprobs)
         assert of_gradient <= 1e-10, (name, of_gradient)
@@ -183,12 +183,49 @@ def test_a_mesh_of_eight_changes_nothing(name, mesh, layers):
         assert (step == 0) == is_router_state(path_name(path)), path
 
 
+_DEVICES = {
+    'fsdp=8': {'fsdp': 8},
+    'tensor=2 x data=4': {'tensor': 2, 'data': 4, 'strategy': 'tensor'},
+    'expert=2 x fsdp=4': {'expert': 2, 'fsdp': 4},
+    'fsdp=2 x expert=2 x tensor=2': {'fsdp': 2, 'expert': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'},
+}
+
+
+@functools.cache
+def learner_logprobs(name, layers, mesh=None):
+    config = CONFIGS[name]
+    learner = make_learner(config=config, params=draw(config), layers=layers, **_DEVICES.get(mesh, {}))
+    learner.publish(0)  # tells it the version of its weights
+    return np.concatenate([learner.score(0, TOKENS[:PROMPT], order(TOKENS[PROMPT:])) for order in (np.array, np.flip)])
+
+
+@pytest.mark.parametrize(
+    ('name', 'mesh', 'layers'),
+    [
+        pytest.param(
+            name,
+            mesh,
+            layers,
+            id=f'{name} {mesh} {layers}',
+            marks=[] if (name, mesh, layers) == ('deepseek_v3', 'fsdp=8', 'list') else [pytest.mark.slow],
+        )
+        for name in ('glm4_moe', *LATENT)
+        for layers in ('list', 'stacked')
+        for mesh in _DEVICES
+    ],
+)
+def test_log_probs_over_a_mesh_of_eight_are_as_on_one_device(name, mesh, layers):
+    expected, found = learner_logprobs(name, 'list'), learner_logprobs(name, layers, mesh)
+    assert np.linalg.norm(found - expected) <= 3e-7 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize(
     'name', [pytest.param(name, marks=[pytest.mark.slow] if name == 'gpt_oss' else []) for name in NAMES]
 )
 def test_adapters_compute_what_the_merged_weights_do(name):
     config = CONFIGS[name]
-    lora = Lora(2, 4.0, ('query', 'value', 'output'))
+    of_latents = ('latent', 'query_latent') if config.query_latent else ('latent',)
+    lora = Lora(2, 4.0, ('query', 'output', *(of_latents if config.latent else ('value',))))
     params = draw(config)
     rng = np.random.default_rng(5)
     abstract = Decoder(config, lora=lora).abstract()

@@ -350,12 +350,15 @@ def test_only_matrices_decay_in_either_form(name, layers, tied):
 
 
 @pytest.mark.parametrize('layers', ['list', 'stacked'])
-def test_taps_and_rates_of_a_delta_net_do_not_decay(layers):
-    decoder = Decoder(family_examples.CONFIGS['qwen3_5'], layers=layers)
+@pytest.mark.parametrize(('name', 'module'), [('qwen3_5', '/delta/'), ('deepseek_v3', '/attention/')])
+def test_of_delta_nets_and_latent_attention_matrices_alone_decay(name, module, layers):
+    decoder = Decoder(family_examples.CONFIGS[name], layers=layers)
     params = jax.tree.map(lambda x: jnp.ones(x.shape), decoder.abstract())
     stepped, _ = _run(
         make_optimizer('adamw', weight_decay=0.5, decay='matrices'), params, [jax.tree.map(jnp.zeros_like, params)]
     )
     leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(stepped)]
-    decayed = {path for path, leaf in leaves if '/delta/' in path and np.all(leaf != 1)}
-    assert decayed == {path for path, _ in leaves if '/delta/' in path and path.endswith('/weight')}
+    decayed = {path for path, leaf in leaves if module in path and np.all(leaf != 1)}
+    assert decayed == {
+        path for path, _ in leaves if module in path and path.endswith(('/weight', '/key_up', '/value_up'))
+    }

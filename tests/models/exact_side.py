@@ -1,11 +1,15 @@
-"""Prints how far the decoder's logits are from those of transformers, both in float64: run by test_parity.
+"""Prints how far the decoder's logits are from those of transformers: run by test_parity.
 
     JAX_ENABLE_X64=1 python -m tests.models.exact_side [NAME...]
+    python -m tests.models.exact_side [NAME...]
     JAX_ENABLE_X64=1 python -m tests.models.exact_side --packed
 
-The decoder computes in jnp.float32, which is float64 in this process. One JSON object: the largest difference by name.
-With --packed, by hybrid family: answers that share their prompt against answers behind their own prompts, the largest
-difference of log-probs and that of a leaf of the gradient, of its norm.
+The first command has both in float64: the decoder computes in jnp.float32, which is float64 in that process. It prints
+one JSON object by name: the largest difference of logits with the router's own choice of experts, which is replayed
+where the model has a sigmoid router, and with `foreign` experts. The second has both in float32, for models of
+parity.SIGMOID: that difference, alone and as a part of the logits' range, and how far each is from transformers in
+float64. With --packed, by family with delta nets or latent attention: answers that share their prompt against answers
+behind their own prompts, the largest difference of log-probs and that of a leaf of the gradient, of its norm.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-jnp.float32 = jnp.float64
+IS_EXACT = jax.config.jax_enable_x64
+if IS_EXACT:
+    jnp.float32 = jnp.float64
 
 from areal_jax.formats.hf_directory import load_hf  # noqa: E402
 from areal_jax.models.attention.flash import RowIds, Setting, attend_dense  # noqa: E402
@@ -28,19 +34,21 @@ from areal_jax.models.delta_rule import DeltaInputs, run_rows  # noqa: E402
 from areal_jax.models.experts import Routing  # noqa: E402
 from tests.models import parity  # noqa: E402
 
-NAMES = (*parity.EXACT, *parity.HYBRIDS)
 CHUNK = 8  # tokens: a text has several chunks, the last one in part
+Logits = dict[str, list[np.ndarray]]  # 'live' and perhaps 'foreign' -> of each text
 
 
 def row_of(inputs: DeltaInputs) -> DeltaInputs:
     return inputs.map_tokens(lambda x: x[None])
 
 
-def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
+def compute(name: str) -> Logits:
+    """The decoder's logits; 'live' by a replay of its own choice if it has a sigmoid router."""
     with tempfile.TemporaryDirectory() as folder:
         parity.write(pathlib.Path(folder), name)
         config, params = load_hf(folder)
-    decoder, params = Decoder(config), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    dtype = jnp.dtype(jnp.float32)
+    decoder, params = Decoder(config), jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
 
     @jax.jit
     def run(params, tokens, recorded=None):
@@ -53,18 +61,50 @@ def largest_difference(name: str, recorded: dict[str, np.ndarray]) -> float:
 
         recur = lambda inputs, entry: (run_rows(row_of(inputs), ones[None], ones[None], CHUNK)[0], entry)
         routing = Routing(recorded=recorded)
-        hidden, *_ = decoder.hidden(params, tokens, positions, attend, recur=recur, routing=routing)
-        return decoder.logits(params, hidden)
+        hidden, _, routed = decoder.hidden_and_routes(params, tokens, positions, attend, recur=recur, routing=routing)
+        return decoder.logits(params, hidden), routed
 
-    errors = []
+    found: Logits = {'live': []}
     for number, text in enumerate(parity.texts(name)):
-        found = np.asarray(run(params, jnp.asarray(text)))
-        assert found.dtype == np.float64
-        errors.append(np.abs(found - recorded[f'{name}/{number}/exact']).max())
+        logits, routed = run(params, jnp.asarray(text))
         if name in parity.SIGMOID:
-            forced = run(params, jnp.asarray(text), jnp.asarray(parity.foreign_routes(name)[number]))
-            errors.append(np.abs(forced - recorded[f'{name}/{number}/forced']).max())
-    return float(max(errors))
+            logits, _ = run(params, jnp.asarray(text), routed.live)
+            foreign = jnp.asarray(parity.foreign_routes(name)[number])
+            found.setdefault('foreign', []).append(np.asarray(run(params, jnp.asarray(text), foreign)[0]))
+        found['live'].append(np.asarray(logits))
+        assert found['live'][-1].dtype == dtype
+    return found
+
+
+def of_transformers(name: str, routes: str, *, exact: bool) -> list[np.ndarray]:
+    with np.load(parity.RECORDED) as file:
+        key = {'live': 'exact', 'foreign': 'forced_exact'} if exact else {'live': 'logits', 'foreign': 'forced'}
+        return [file[f'{name}/{number}/{key[routes]}'] for number in range(len(parity.LENGTHS))]
+
+
+def largest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    return max(float(np.abs(one - other).max()) for one, other in zip(ours, theirs, strict=True))
+
+
+def exact_differences(name: str) -> dict[str, float]:
+    return {
+        routes: largest(logits, of_transformers(name, routes, exact=True)) for routes, logits in compute(name).items()
+    }
+
+
+def rounded_differences(name: str) -> dict[str, dict[str, float]]:
+    """By routes, of float32: see the module."""
+    found = {}
+    for routes, ours in compute(name).items():
+        theirs, exact = (of_transformers(name, routes, exact=exact) for exact in (False, True))
+        of_range = [one / np.ptp(other) for one, other in zip(ours, theirs, strict=True)]
+        found[routes] = {
+            'difference': largest(ours, theirs),
+            'of_range': largest(of_range, [other / np.ptp(other) for other in theirs]),
+            'ours_from_exact': largest(ours, exact),
+            'theirs_from_exact': largest(theirs, exact),
+        }
+    return found
 
 
 def packed_differences(name: str) -> tuple[float, float]:
@@ -91,13 +131,13 @@ def packed_differences(name: str) -> tuple[float, float]:
 
 def main() -> None:
     if sys.argv[1:] == ['--packed']:
-        from tests.models.family_examples import HYBRIDS
+        from tests.models.family_examples import HYBRIDS, LATENT
 
-        print(json.dumps({name: packed_differences(name) for name in HYBRIDS}))
+        print(json.dumps({name: packed_differences(name) for name in (*HYBRIDS, *LATENT)}))
         return
-    with np.load(parity.RECORDED) as file:
-        recorded = dict(file)
-    print(json.dumps({name: largest_difference(name, recorded) for name in sys.argv[1:] or NAMES}))
+    differences = exact_differences if IS_EXACT else rounded_differences
+    names = (*parity.EXACT, *parity.HYBRIDS) if IS_EXACT else parity.SIGMOID
+    print(json.dumps({name: differences(name) for name in sys.argv[1:] or names}))
 
 
 if __name__ == '__main__':

@@ -95,11 +95,12 @@ CONFIGS = {
         head_dim=10,
         rotary_dim=4,
         latent=LatentAttention(8, 6, 4, 6, 0, interleaved=False),
-        score_scale=0.4,
+        score_scale=10**-0.5,
         experts=Experts(6, 2, 12, dense_layers=(1,), d_shared=12, sigmoid=SigmoidRouter()),
     ),
 }
 HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)
+LATENT = tuple(name for name, config in CONFIGS.items() if config.latent)
 NAMES = tuple(CONFIGS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pathlib
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,8 @@ CONFIGS = {
         first_k_dense_replace=0, norm_topk_prob=False, tie_word_embeddings=True, dtype='float32',
         rope_parameters={'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 1.0}, num_mtp_layers=0,
     ),
-    # latent attention: queries through a latent, biases and YaRN with mscale; queries without a latent, values longer
+    # latent attention: queries through a latent, biases and YaRN with mscale; queries without a latent, values longer;
+    # such queries with biases and YaRN as published
     'deepseek_v3': _config(
         'deepseek_v3', 'DeepseekV3ForCausalLM', num_hidden_layers=3, num_key_value_heads=4, attention_bias=True,
         q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8,
@@ -176,6 +178,17 @@ CONFIGS = {
         qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1, rope_interleave=False, dtype='float32',
         rope_parameters={'rope_type': 'default', 'rope_theta': 1e4}, num_mtp_layers=0, routed_scaling_factor=1.0,
+    ),
+    'deepseek_v3_yarn': _config(
+        'deepseek_v3', 'DeepseekV3ForCausalLM', num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=20,
+        attention_bias=True, qk_nope_head_dim=12, qk_rope_head_dim=6, v_head_dim=10, n_routed_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2, n_group=2, topk_group=1,
+        routed_scaling_factor=2.446, norm_topk_prob=False, first_k_dense_replace=0, torch_dtype='float32',
+        num_nextn_predict_layers=0, rope_theta=5e4, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_scaling={
+            'type': 'yarn', 'factor': 8.0, 'original_max_position_embeddings': 16, 'beta_fast': 4, 'beta_slow': 1,
+            'mscale': 1.0, 'mscale_all_dim': 1.0,
+        },
     ),
     'glm4_moe_lite': _config(
         'glm4_moe_lite', 'Glm4MoeLiteForCausalLM', num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=12,
@@ -223,9 +236,10 @@ EXACT = (
     'glm4_moe_air',
     'deepseek_v3',
     'deepseek_v3_plain',
+    'deepseek_v3_yarn',
     'glm4_moe_lite',
 )  # of these the logits are recorded in float64 too
-SIGMOID = ('glm4_moe', 'glm4_moe_air')  # of these also with the experts of `foreign_routes`
+SIGMOID = tuple(name for name in EXACT if 'n_routed_experts' in CONFIGS[name])  # also with `foreign_routes`
 _BIASED = {'qwen2': ('q', 'k', 'v'), 'gpt_oss': ('q', 'k', 'v', 'o')}  # whatever the file says
 _NORMS = {  # of a layer, beside those of queries and keys
     'olmo3': ('post_attention_layernorm', 'post_feedforward_layernorm'),
@@ -244,7 +258,7 @@ def texts(name: str) -> list[np.ndarray]:
 def foreign_routes(name: str) -> list[np.ndarray]:
     """Of each text, distinct experts drawn for every layer with experts and token, int32 [L, T, k]."""
     random, config = np.random.default_rng(zlib.crc32(name.encode()) + 2), ALL[name]
-    layers = config['num_hidden_layers'] - config.get('first_k_dense_replace', 0)
+    layers = config['num_hidden_layers'] - len(_dense_layers(config))
     scores = [random.random((layers, length, config['n_routed_experts'])) for length in LENGTHS]
     return [np.argsort(one, axis=-1)[..., : config['num_experts_per_tok']].astype(np.int32) for one in scores]
 
@@ -311,9 +325,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if kind == 'gpt_oss':
             found[f'{place}self_attn.sinks'] = (config['num_attention_heads'],)
         experts = config.get('num_experts') or config.get('num_local_experts') or config.get('n_routed_experts')
-        dense = config.get('mlp_only_layers', range(config.get('first_k_dense_replace', 0)))
-        dense = range(1) if kind == 'glm4_moe_lite' else dense
-        if not experts or layer in dense:
+        if not experts or layer in _dense_layers(config):
             for part, shape in {'gate': (ff, d), 'up': (ff, d), 'down': (d, ff)}.items():
                 found[f'{place}mlp.{part}_proj.weight'] = shape
         else:
@@ -321,6 +333,12 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for norm in _NORMS.get(kind, ('input_layernorm', 'post_attention_layernorm')):
             found[f'{place}{norm}.weight'] = (d,)
     return found
+
+
+def _dense_layers(config: dict[str, Any]) -> Sequence[int]:
+    if kinds := config.get('mlp_layer_types'):
+        return [layer for layer, kind in enumerate(kinds) if kind == 'dense']
+    return config.get('mlp_only_layers', range(config.get('first_k_dense_replace', 0)))
 
 
 def _expert_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str, tuple[int, ...]]:
@@ -355,7 +373,8 @@ def _latent_shapes(own: str, config: dict[str, Any]) -> dict[str, tuple[int, ...
         f'{own}kv_b_proj.weight': (heads * (plain + value), latent),
         f'{own}o_proj.weight': (d, heads * value),
     }
-    biased = {'q_a_proj': rank, 'kv_a_proj_with_mqa': latent + rotated, 'o_proj': d}
+    biased = {'q_a_proj': rank} if rank else {}
+    biased |= {'kv_a_proj_with_mqa': latent + rotated, 'o_proj': d}
     return found | (
         {f'{own}{name}.bias': (size,) for name, size in biased.items()} if config.get('attention_bias') else {}
     )

@@ -5,7 +5,8 @@
 With names these alone, beside what the file has of the others.
 
 Of every checkpoint, in float32 on the CPU: the logits of each text alone, and the tokens that follow it greedily. Of
-those that parity.EXACT names, and of hybrids, also the logits in float64.
+those that parity.EXACT names, and of hybrids, also the logits in float64. Of those that parity.SIGMOID names also the
+logits with the experts of `foreign_routes`, in both.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def exact_logits(models: dict[str, Any]) -> dict[str, np.ndarray]:
             arrays[f'{name}/{number}/exact'] = logits(model, text)
             if name in parity.SIGMOID:
                 routes = parity.foreign_routes(name)[number]
-                arrays[f'{name}/{number}/forced'] = forced_logits(model, text, routes)
+                arrays[f'{name}/{number}/forced_exact'] = forced_logits(model, text, routes)
     return arrays
 
 
@@ -113,6 +114,12 @@ def main() -> None:
                 zip(*run(pathlib.Path(folder), parity.texts(name)), strict=True)
             ):
                 arrays[f'{name}/{number}/logits'], arrays[f'{name}/{number}/greedy'] = scores, following
+            if name in parity.SIGMOID:
+                model = load(pathlib.Path(folder))
+                for number, (text, routes) in enumerate(
+                    zip(parity.texts(name), parity.foreign_routes(name), strict=True)
+                ):
+                    arrays[f'{name}/{number}/forced'] = forced_logits(model, text, routes)
             if name in parity.EXACT or name in parity.HYBRIDS:
                 exact[name] = load(pathlib.Path(folder), attn_implementation='eager', experts_implementation='eager')
     arrays |= exact_logits(exact)

@@ -1,5 +1,6 @@
 """simulation/prices.py: sizes against published ones, against the decoder's own weights, and experts by hand."""
 
+import json
 import math
 import pathlib
 
@@ -12,7 +13,17 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import ModelConfig
 from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import weight_table
-from areal_jax.simulation.prices import QWEN3_30B_A3B, R1_DISTILL_7B, SHAPES, ModelShape, find_shape, shape_of
+from areal_jax.simulation.prices import (
+    H800,
+    QWEN3_30B_A3B,
+    R1_DISTILL_7B,
+    SHAPES,
+    ModelShape,
+    Roofline,
+    find_shape,
+    shape_of,
+)
+from tests.models import family_examples
 
 QWEN3_30B = pathlib.Path(__file__).parents[2] / 'configs' / 'shapes' / 'qwen3_30b_a3b'
 TINY = {'vocab_size': 48, 'd_model': 32, 'n_layers': 3, 'n_heads': 4, 'n_kv_heads': 2, 'head_dim': 16, 'd_ff': 40}
@@ -28,6 +39,8 @@ CONFIGS = {
     ),
     'mixtral': ModelConfig(**TINY, rope_theta=1e4, family='mixtral', experts=Experts(6, 2, 24)),
     'smollm2': SMOLLM2_135M,
+    'deepseek_v3': family_examples.CONFIGS['deepseek_v3'],
+    'glm4_moe_lite': family_examples.CONFIGS['glm4_moe_lite'],
 }
 
 
@@ -71,6 +84,29 @@ def test_products_are_matrices_of_layers_and_the_head(name):
     head = (config.output_size or config.vocab_size) * config.d_model
     assert shape.head_parameters == head
     assert shape.product_parameters == head + sum(math.prod(spec.shape) * len(spec.layers) for spec in matrices)
+
+
+def test_latent_attention_is_counted_by_hand(tmp_path):
+    """DeepSeek-V3: a cache of 512 + 64 numbers, heads of (192 + 128) / 2 in training and of 576 in engines."""
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'deepseek_v3'}))  # transformers has its sizes
+    shape = shape_of('DeepSeek-V3', read_hf_config(tmp_path))
+    queries, latent, output = 7168 * 1536 + 1536 * 128 * 192, 7168 * 576, 128 * 128 * 7168
+    attention = queries + latent + 512 * 128 * (128 + 128) + output
+    expert, dense = 3 * 7168 * 2048, 3 * 7168 * 18432
+    others = 61 * attention + 3 * dense + 58 * (7168 * 256 + expert) + 129280 * 7168
+    assert shape.expert_parameters == 58 * 256 * expert
+    assert shape.product_parameters == others + shape.expert_parameters
+    assert shape.active_parameters == pytest.approx(others + 58 * 8 * expert, rel=1e-12)
+    assert shape.parameters / 1e9 == pytest.approx(671, abs=0.1)  # arXiv 2412.19437, section 4.2
+    assert (shape.active_parameters + 129280 * 7168) / 1e9 == pytest.approx(37.6, abs=0.1)  # with the embedding
+    assert shape.kv_bytes == 61 * 576 * 2
+    assert (shape.attention_width, shape.latent_width) == (128 * 160, 128 * 576)
+    one = Roofline(H800, shape)
+    more = lambda price: price(1.0, 1001.0) - price(1.0, 1.0)
+    reached = one.reached
+    assert more(one.prefill_s) == pytest.approx(4e3 * 61 * 128 * 576 / (reached.prefill * one.chip.flops), rel=1e-9)
+    trained = more(lambda tokens, positions: one.train_s(tokens, positions, 3))
+    assert trained == pytest.approx(3 * 4e3 * 61 * 128 * 160 / (reached.mfu * one.chip.flops), rel=1e-9)
 
 
 def test_experts_that_no_token_reaches_are_not_read():

@@ -296,7 +296,7 @@ def _engine_sizes(
         'publication': _copies(config, allocation, engines) * weights,
         **_prepared_weights(config, devices, matrices),
         'KV cache': engines * cache,
-        'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // group.tensor,
+        'prefill': max(rollout.prefill_buckets) * _prefill_width(_of_engines(config, shape)) * itemsize // group.tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # also the results of a dispatch
     }
 
@@ -313,7 +313,8 @@ def version_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevi
     whole = _bytes(one.abstract(), placed, repeats, config.publication.dtype)
     if not prefills:
         return whole
-    unread = re.compile(rf'head\b|final_norm|layers/{len(repeats) - 1}/(?!attention_norm|attention/(key|value))')
+    kept = 'latent' if shape.latent and config.rollout.mla == 'absorbed' else 'latent|key|value'
+    unread = re.compile(rf'head\b|final_norm|layers/{len(repeats) - 1}/(?!attention_norm|attention/({kept}))')
     leaves = zip(jax.tree_util.tree_leaves_with_path(one.abstract()), jax.tree.leaves(placed), strict=True)
     return whole - _itemsize(config.publication.dtype) * sum(
         math.prod(over.shard_shape(leaf.shape)) for (path, leaf), over in leaves if unread.match(path_name(path))
@@ -338,10 +339,15 @@ def _states_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevi
 def _block_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevices) -> int:
     """Returns the bytes on a device of a block of one layer."""
     tensor = parse_engines(config.cluster.engines).find_group(len(devices)).tensor
-    if absorbs := shape.latent is not None and config.rollout.mla == 'absorbed':
-        shape = shape.absorb()
-    position = shape.cached_numbers * _itemsize(config.publication.dtype) // (1 if absorbs else tensor)
+    shape = _of_engines(config, shape)
+    is_whole = shape.latent is not None and shape.latent.absorbs  # on every device
+    position = shape.cached_numbers * _itemsize(config.publication.dtype) // (1 if is_whole else tensor)
     return config.rollout.block_tokens * position
+
+
+def _of_engines(config: TrackedConfig, shape: ModelConfig) -> ModelConfig:
+    """Returns the model in the form of latent attention that engines compute."""
+    return shape.absorb() if config.rollout.mla == 'absorbed' else shape
 
 
 def _cache_blocks(config: TrackedConfig, shape: ModelConfig, slots: int, *, beside: bool = False) -> int:
@@ -382,7 +388,6 @@ def _in_use(config: TrackedConfig) -> int:
 
 def _prefill_width(shape: ModelConfig) -> int:
     """Returns the values per layer and token of a packed prefill: two streams, queries, keys, values, the MLP."""
-    shape = shape.absorb()
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
     chosen = shape.experts.per_token * shape.experts.d_expert if shape.experts else 0
     return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)

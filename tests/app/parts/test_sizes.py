@@ -49,6 +49,9 @@ FORMS = [
     {'model__family': 'qwen3_moe', 'model__experts': 4, 'optimizer__name': 'adamw8bit',
      'cluster__learner': 'fsdp=2,expert=2', 'learner__rows_per_microbatch': 4},
     {'model__family': 'gpt_oss', 'model__experts': 4, 'rollout__block_tokens': 1, 'rollout__prefill_buckets': (16,)},
+    {'model__family': 'deepseek_v3', 'model__experts': 4},
+    {'model__family': 'glm4_moe_lite', 'model__experts': 4, 'rollout__mla': 'expanded', 'learner__layers': 'stacked',
+     'publication__dtype': 'bfloat16'},
 ]  # fmt: skip
 
 

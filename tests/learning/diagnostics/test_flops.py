@@ -11,11 +11,13 @@ import pytest
 
 from areal_jax.learning import weights as trees
 from areal_jax.learning.diagnostics.measurement import attention_flops, matrix_flops, work_metrics
+from areal_jax.learning.packed_rows import decoder_cost
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import LayerKind, ModelConfig
 from areal_jax.models.layer_parts import Experts
 from areal_jax.models.weights import Lora, is_adapter
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
+from tests.models import family_examples
 
 SHAPE = ModelConfig(
     vocab_size=50, d_model=8, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=2, d_ff=10, rope_theta=1e4
@@ -45,6 +47,18 @@ def test_experts_count_where_a_token_reaches_them():
     assert matrix_flops(shape)[0] == 6 * (3 * LAYER - 2 * 240 + 2 * (128 + 3 * 3 * 40))
     more = dataclasses.replace(shape, experts=dataclasses.replace(experts, count=32))
     assert matrix_flops(more)[0] - matrix_flops(shape)[0] == 6 * 2 * 128  # a larger router, and no expert more
+
+
+def test_latent_attention_by_hand():
+    # model 16 wide, 4 heads: queries and keys of 6 + 4, values of 6, a latent of 8; one of three layers has an MLP
+    shape = family_examples.CONFIGS['glm4_moe_lite']
+    attention = 16 * 4 * 10 + 16 * (8 + 4) + 8 * 4 * (6 + 6) + 4 * 6 * 16
+    mixture = 16 * 6 + (2 + 1) * 3 * 16 * 12  # router; two experts and the shared one
+    assert matrix_flops(shape) == (6 * (3 * attention + 3 * 16 * 24 + 2 * mixture), 6 * 300 * 16)
+    assert attention_flops(shape, 7) == 3 * (2 * 4 * (10 + 6) * 7) * 3  # scores of 10 and values of 6, in 3 layers
+    cost = decoder_cost(shape)
+    assert cost.per_token == 6 * (3 * attention + 3 * 16 * 24 + 2 * mixture + 300 * 16)
+    assert cost.per_pair == attention_flops(shape, 1)
 
 
 def test_adapters_by_hand():
