@@ -102,15 +102,17 @@ class StoredRecord:
         for size in self.sizes:
             self._starts.append(at)
             at += size
-        self._prefixes: dict[Piece, bytes] = {}
+        self._prefixes: dict[tuple[Piece, bool], bytes] = {}
 
-    def frame(self, piece: Piece) -> tuple[bytes, memoryview]:
-        """Returns (prefix, payload) of the frame that carries a piece."""
+    def frame(self, piece: Piece, *, sums: bool) -> tuple[bytes, memoryview]:
+        """Returns (prefix, payload) of the frame that carries a piece; see encode_prefix."""
         start = self._starts[piece.leaf] + piece.offset
         payload = self._content[start : start + piece.n_bytes]
-        if piece not in self._prefixes:
-            self._prefixes[piece] = encode_prefix(Kind.PART, payload, self.held.version, piece.leaf, piece.offset)
-        return self._prefixes[piece], payload
+        if (piece, sums) not in self._prefixes:
+            self._prefixes[piece, sums] = encode_prefix(
+                Kind.PART, payload, self.held.version, piece.leaf, piece.offset, sums=sums
+            )
+        return self._prefixes[piece, sums], payload
 
 
 class _Place:
@@ -370,7 +372,7 @@ class StreamSender:
                     leaf, offset = (request.leaf, request.offset) if resumes else (0, 0)
                     connection.send(Kind.HEADER, stored.header, stored.held.version, leaf, offset)
                     for piece in cut_pieces(stored.sizes, leaf, offset):
-                        connection.send_encoded(*stored.frame(piece))
+                        connection.send_encoded(*stored.frame(piece, sums=not connection.is_local))
         except PublicationError as error:
             connection.send(Kind.REFUSED, str(error).encode(), version=request.version)
 

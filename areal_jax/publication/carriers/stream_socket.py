@@ -34,7 +34,7 @@ FRAME_BYTES = (
 _MOST_BYTES = 64 << 20  # of any payload; a header has about 100 bytes a leaf
 _LEAVES, _BYTES, _VERSIONS = range(1 << 32), range(1 << 64), range(-(1 << 63), 1 << 63)  # values that fit in a prefix
 _MAGIC = b'ajw2'
-_FIELDS = struct.Struct('!4sB3xqIIQ')
+_FIELDS = struct.Struct('!4sB?2xqIIQ')
 _CHECK, _SUMS = struct.Struct('!I'), struct.Struct('!II')
 _WORD = np.dtype('<u4')
 PREFIX_BYTES = _FIELDS.size + _CHECK.size
@@ -63,6 +63,7 @@ class Prefix(NamedTuple):
     leaf: int = 0
     offset: int = 0
     n_bytes: int = 0
+    sums: bool = True  # whether the checksum is of the payload too
 
 
 class Piece(NamedTuple):
@@ -73,10 +74,12 @@ class Piece(NamedTuple):
     n_bytes: int
 
 
-def encode_prefix(kind: Kind, payload: Part = b'', version: int = 0, leaf: int = 0, offset: int = 0) -> bytes:
-    """Returns the bytes that precede the payload of a frame on the wire."""
-    fields = _FIELDS.pack(_MAGIC, kind, version, leaf, len(payload), offset)
-    return fields + _CHECK.pack(_checksum(fields, payload))
+def encode_prefix(
+    kind: Kind, payload: Part = b'', version: int = 0, leaf: int = 0, offset: int = 0, *, sums: bool = True
+) -> bytes:
+    """Returns the bytes that precede the payload of a frame on the wire; without `sums` no checksum of the payload."""
+    fields = _FIELDS.pack(_MAGIC, kind, sums, version, leaf, len(payload), offset)
+    return fields + _CHECK.pack(_checksum(fields, payload if sums else b''))
 
 
 def _checksum(fields: Part, payload: Part) -> int:
@@ -91,7 +94,7 @@ def _checksum(fields: Part, payload: Part) -> int:
 
 def decode_prefix(content: Part) -> Prefix:
     """Decodes a prefix; raises FrameError if no frame begins with these bytes. `require_payload` compares checksums."""
-    magic, kind, version, leaf, n_bytes, offset = _FIELDS.unpack_from(content)
+    magic, kind, sums, version, leaf, n_bytes, offset = _FIELDS.unpack_from(content)
     if magic != _MAGIC:
         raise FrameError(f'a frame of weights begins with {magic!r}: the other end speaks another protocol')
     try:
@@ -100,12 +103,13 @@ def decode_prefix(content: Part) -> Prefix:
         raise FrameError(f'a frame of weights has the kind {kind}, which this version does not know') from None
     if n_bytes > _MOST_BYTES:
         raise FrameError(f'a frame of weights has {n_bytes} bytes, and {_MOST_BYTES} is the most')
-    return Prefix(kind, version, leaf, offset, n_bytes)
+    return Prefix(kind, version, leaf, offset, n_bytes, sums)
 
 
 def require_payload(content: Part, payload: Part) -> None:
-    """Raises FrameError if the encoded prefix `content` or the payload is not as it was sent."""
-    if (_checksum(content[: _FIELDS.size], payload),) != _CHECK.unpack_from(content, _FIELDS.size):
+    """Raises FrameError if the encoded prefix `content`, or the payload that it has sums of, is not as it was sent."""
+    summed = payload if decode_prefix(content).sums else b''
+    if (_checksum(content[: _FIELDS.size], summed),) != _CHECK.unpack_from(content, _FIELDS.size):
         raise FrameError('a frame of weights was changed on its way (its checksum differs)')
 
 
@@ -240,6 +244,11 @@ class FrameSocket:
         whole, part = divmod(self._deadline_s, 1.0)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             own.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether bytes stay in this host's memory, where the manifest of a version is enough of a check."""
+        return self._socket.family == socket.AF_UNIX
 
     def send(self, kind: Kind, payload: Part = b'', version: int = 0, leaf: int = 0, offset: int = 0) -> None:
         """Sends a frame; raises OSError if the other end is gone or receives nothing."""

@@ -5,7 +5,7 @@ import socket
 import threading
 
 from areal_jax.distributed.peers import MAGIC, prove_as_client, prove_as_server
-from areal_jax.publication.carriers.stream_socket import PREFIX_BYTES, decode_prefix
+from areal_jax.publication.carriers.stream_socket import PREFIX_BYTES, connect, decode_prefix
 
 KEY = bytes(range(32))
 _PROOF_BYTES = len(MAGIC) + 32 + 32  # what the side that listens sends before the first frame
@@ -20,14 +20,14 @@ def prove_reader(own):
 
 
 class StreamProxy:
-    """Listens at `path`. `meddle(connection, frames)` maps an iterator of whole frames to the bytes that go on.
+    """Listens at `path` for readers of the sender at `address`.
 
-    Connections are numbered from 0; where `meddle` returns, the connection is closed.
+    `meddle(connection, frames)` maps an iterator of whole frames to the bytes that are passed on. Connections are numbered from 0; where `meddle` returns, the connection is closed.
     """
 
     def __init__(self, path, address, meddle):
         self.address, self.connections = f'unix:{path}', 0
-        self._target, self._meddle = address.removeprefix('unix:'), meddle
+        self._target, self._meddle = address, meddle
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -40,8 +40,7 @@ class StreamProxy:
         with contextlib.suppress(OSError):
             while True:
                 reader, _ = self._listener.accept()
-                sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sender.connect(self._target)
+                sender = connect(self._target, 20.0)
                 threading.Thread(target=self._forward, args=(reader, sender), daemon=True).start()
                 threading.Thread(target=self._pass_back, args=(sender, reader, self.connections), daemon=True).start()
                 self.connections += 1

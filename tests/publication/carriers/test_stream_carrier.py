@@ -194,7 +194,7 @@ def test_a_fault_of_a_connection_is_mended_by_the_next(sender, directory, open_r
 
     record, reader = make_record(5, LARGE), Reader()
     sender.send(record)
-    proxy = StreamProxy(directory / 'p', sender.address.split(',')[0], meddle)
+    proxy = StreamProxy(directory / 'p', addresses(sender)[1], meddle)
     open_reader(proxy.address, record_deadline_s=20.0).fetch(5, None, reader)
     assert_got(reader, [record])
     assert proxy.connections == 2
@@ -214,7 +214,7 @@ def test_a_broken_connection_goes_on_at_the_frame_that_is_missing(sender, direct
 
     record, reader = make_record(5, LARGE), Reader()
     sender.send(record)
-    proxy = StreamProxy(directory / 'p', sender.address.split(',')[0], meddle)
+    proxy = StreamProxy(directory / 'p', addresses(sender)[1], meddle)
     open_reader(proxy.address, record_deadline_s=20.0).fetch(5, None, reader)
     assert_got(reader, [record])
     assert (len(sent), len(set(sent)), proxy.connections) == (5, 5, 3)
@@ -240,7 +240,7 @@ def test_a_record_that_is_gone_after_a_break_is_not_mixed_with_the_next(sender, 
 
     sender.send(make_record(5, LARGE))
     reader = Reader()
-    proxy = StreamProxy(directory / 'p', sender.address.split(',')[0], meddle)
+    proxy = StreamProxy(directory / 'p', addresses(sender)[1], meddle)
     open_reader(proxy.address, record_deadline_s=20.0).fetch(5, None, reader)
     assert_got(reader, [second])
     proxy.close()
@@ -248,7 +248,7 @@ def test_a_record_that_is_gone_after_a_break_is_not_mixed_with_the_next(sender, 
 
 def test_a_sender_that_always_fails_ends_at_the_deadline(sender, directory, open_reader):
     sender.send(make_record(0, SMALL))
-    proxy = StreamProxy(directory / 'p', sender.address.split(',')[0], lambda number, frames: ())
+    proxy = StreamProxy(directory / 'p', addresses(sender)[1], lambda number, frames: ())
     receiver = open_reader(proxy.address, record_deadline_s=0.2)
     with pytest.raises(PublicationError, match=r'version 0 was not received from unix:.* within 0.2 s \('):
         receiver.fetch(0, None, Reader())

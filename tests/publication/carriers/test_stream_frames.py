@@ -68,6 +68,19 @@ def test_any_changed_byte_of_a_payload_is_seen(size):
             require_payload(prefix, payload[4:8] + payload[:4])
 
 
+def test_a_payload_without_sums_is_not_read_again():
+    prefix = encode_prefix(Kind.PART, PAYLOAD, sums=False)
+    require_payload(prefix, b'Weights')
+    with pytest.raises(FrameError, match='changed on its way'):
+        require_payload(prefix[:5] + b'\1' + prefix[6:], PAYLOAD)
+
+
+@pytest.mark.parametrize('family', [socket.AF_UNIX, socket.AF_INET])
+def test_only_bytes_that_leave_the_host_have_sums(family):
+    with socket.socket(family, socket.SOCK_STREAM) as own:
+        assert FrameSocket(own, 1.0).is_local == (family == socket.AF_UNIX)
+
+
 def test_a_frame_that_trickles_ends_at_its_deadline():
     # a byte comes every 10 ms, so no single wait reaches the deadline of 50 ms
     ours, theirs = socket.socketpair()
