@@ -22,7 +22,8 @@ def prove_reader(own):
 class StreamProxy:
     """Listens at `path` for readers of the sender at `address`.
 
-    `meddle(connection, frames)` maps an iterator of whole frames to the bytes that are passed on. Connections are numbered from 0; where `meddle` returns, the connection is closed.
+    `meddle(connection, frames)` maps an iterator of whole frames to the bytes that are passed on. Connections are
+    numbered from 0; where `meddle` returns, the connection is closed.
     """
 
     def __init__(self, path, address, meddle):
