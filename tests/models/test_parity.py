@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.attention.backends import packed_attention
 from areal_jax.models.decoder import Decoder
@@ -199,7 +198,9 @@ def test_an_export_is_what_transformers_runs(tmp_path, name):
 
     decoder, params = model(name, 'list')
     export_hf(tmp_path / 'export', params, decoder.config, file_bytes=20_000, dtype='float32')
-    assert read_hf_config(tmp_path / 'export') == decoder.config
+    config, found = load_hf(tmp_path / 'export')
+    assert config == decoder.config
+    jax.tree.map(np.testing.assert_array_equal, found, params)
     scores, following = record_parity.run(tmp_path / 'export', parity.texts(name))
     for number, (one, tokens) in enumerate(zip(scores, following, strict=True)):
         assert_close(logits_of(name, 'list', [parity.texts(name)[number]])[0], one, name)
