@@ -99,8 +99,8 @@ def interrupted(backend, kv_policy, handle, **settings):
 def token_by_token(config, segments):
     """Log-probs of the answer to PROMPT in these segments, each token read by the weights of its segment.
 
-    `config` has latent attention in the form of the engine. Absorbed, a latent is read by matrices of the weights of the
-    token that reads it; expanded, its keys and values are of those that wrote it.
+    `config` has latent attention in the form of the engine. Absorbed, a latent is read by matrices of the weights of
+    the token that reads it; expanded, its keys and values are of those that wrote it.
     """
     one, (tokens, _) = family_examples.TokenByToken(config, CONTEXT), joined(segments)
     versions = [0] * (len(PROMPT) - 1)
