@@ -146,6 +146,7 @@ class Mismatch(MeanMax):
     by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent if one engine generated all tokens
     quantized: NotRequired[QuantizedMismatch]  # absent if engines decode with the weights as published
     delta_rule: NotRequired[float | None]  # mean over trained tokens, by diagnostics.delta_rule; absent without
+    latent_form: NotRequired[float | None]  # likewise, by diagnostics.latent_form
 
 
 class QuantizedMismatch(TypedDict):
@@ -218,6 +219,8 @@ def mismatch(metrics: Metrics) -> Mismatch:
         }
     if any(names.MISMATCH_RULE_COUNT in line for line in metrics):
         found['delta_rule'] = weighted_mean(metrics, names.MISMATCH_RULE, names.MISMATCH_RULE_COUNT)
+    if any(names.MISMATCH_LATENTS_COUNT in line for line in metrics):
+        found['latent_form'] = weighted_mean(metrics, names.MISMATCH_LATENTS, names.MISMATCH_LATENTS_COUNT)
     if len(by_engine) > 1:
         found['by_engine'] = by_engine
     return found

@@ -269,6 +269,10 @@ def _what_it_learnt(report: Report) -> Table:
         cells["mean difference of log-probs by the form of delta nets' rule, chunks and single tokens"] = (
             f'{number(of_rule)} nats'
         )
+    if (of_latents := mismatch.get('latent_form')) is not None:
+        cells['mean difference of log-probs by the form of latent attention, absorbed and expanded'] = (
+            f'{number(of_latents)} nats'
+        )
     if quantized:
         shares = _both(quantized['effective_sample_size'], quantized['ratio_share'], percent)
         label = "quantized engines (rollout.weights='int8'): KL / effective sample size / share of the ratio"
