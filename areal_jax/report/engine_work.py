@@ -19,6 +19,7 @@ from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import event_intervals, lane_intervals
+from areal_jax.report.expert_balance import list_dead, summarize_ages, summarize_layers
 from areal_jax.report.pages.blocks import Table, tabulate
 from areal_jax.report.statistics import ratio_interval
 from areal_jax.telemetry import names
@@ -204,8 +205,8 @@ def ratio_split(metrics: Metrics) -> contents.RatioSplit | None:
     }
 
 
-def summarize_experts(metrics: Metrics) -> contents.Experts | None:
-    """Sums up the routing of experts; None for a model without experts."""
+def summarize_experts(metrics: Metrics, loads: Metrics = ()) -> contents.Experts | None:
+    """Sums up the routing of experts; None for a model without experts. `loads` has their loads by update."""
     if not any(names.EXPERT_LOAD in line for line in metrics):
         return None
     labels = _labels(metrics, names.ROUTES_OF_AGE)
@@ -216,6 +217,9 @@ def summarize_experts(metrics: Metrics) -> contents.Experts | None:
         'recorded': aggregates.mean(metrics, names.ROUTES_RECORDED),
         'prompts_differ': int(aggregates.total(metrics, names.ROUTE_PROMPTS)),
         'routes': [_route_row(metrics, *one) for one in prefixes] if labels else [],
+        'layers': summarize_layers(loads),
+        'dead_experts': list_dead(loads),
+        'ages': summarize_ages(loads),
     }
 
 

@@ -1,6 +1,6 @@
 """The report of a run: report.json, and with it report.md, report.html, timeline.json and the plots.
 
-Made from events.jsonl, metrics.jsonl and the facts of the run.
+Made from events.jsonl, metrics.jsonl, expert_loads.jsonl and the facts of the run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_report(
     """Writes report.json, report.md, report.html, timeline.json and plots/ from the files of the work directory.
 
     Args:
-        workdir: holds events.jsonl and metrics.jsonl.
+        workdir: holds events.jsonl and metrics.jsonl, and expert_loads.jsonl for a model with experts.
         facts: the run's facts; app/run/reports.py finds them in a work directory.
         plots: whether to draw; if not, report.md shows no pictures, and report.html is not written.
         events: the content of events.jsonl, if it was already read.
@@ -73,7 +73,7 @@ def write_report(
     run = load_run(pathlib.Path(workdir), facts, events)
     files.write_json(run.workdir / FILE, run.report)
     write_timeline(run.events, run.workdir, 'simulated ' if facts.simulation else '')
-    pictures = write_plots(run.events, run.metrics, run.report, run.workdir) if plots else []
+    pictures = write_plots(run.events, run.metrics, run.report, run.workdir, run.loads) if plots else []
     files.write_text(run.workdir / PAGE, render_page(run.report, pictures))
     if plots and (missing := describe_missing_library(HTML_PAGE)):
         _log.warning('%s', missing)
@@ -86,11 +86,17 @@ def load_run(workdir: pathlib.Path, facts: RunFacts, events: Sequence[Event] | N
     """Reads the work directory and builds its report; writes nothing. Raises as `write_report`."""
     events = load_events(workdir / EVENTS) if events is None else events
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
-    return Run(workdir, events, metrics, build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS)))
+    loads = metric_log.read_metrics(workdir / metric_log.LOADS)
+    report = build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS), loads)
+    return Run(workdir, events, metrics, report, loads)
 
 
 def build_report(
-    events: Sequence[Event], metrics: Metrics, facts: RunFacts, curve: Sequence[VersionScores] = ()
+    events: Sequence[Event],
+    metrics: Metrics,
+    facts: RunFacts,
+    curve: Sequence[VersionScores] = (),
+    loads: Metrics = (),
 ) -> Report:
     """Builds the content of report.json from JSON-able values; None means: not measured."""
     training, within = list(outside_evaluation(events)), window(events)
@@ -140,7 +146,7 @@ def build_report(
         'mismatch': aggregates.mismatch(metrics),
         'ratios_by_age': ratios_by_age(metrics),
         'ratio_split': ratio_split(metrics),
-        'experts': summarize_experts(metrics),
+        'experts': summarize_experts(metrics, loads),
         'throughput': _throughput(training, metrics, within),
         'energy': summarize_energy(metrics, facts.energy),
         'busy': busy_shares(events),

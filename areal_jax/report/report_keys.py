@@ -263,6 +263,35 @@ class RouteRow(TypedDict):
     routing_rms: float | None  # nats: log-prob with the recorded experts less that with the live ones
 
 
+class LayerLoad(TypedDict):
+    """The load of the experts of a layer."""
+
+    layer: int
+    load: float  # tokens of the fullest expert over the mean of the layer, mean over the updates
+    fullest: int  # the expert with most tokens of the run
+    share: float  # of the choices of the run, those of this expert
+    dead: int  # experts that no token of the last update reached
+
+
+class DeadExpert(TypedDict):
+    """An expert that no token of the last update reached."""
+
+    layer: int
+    expert: int
+    since: int  # the first of the last updates without a token
+    updates: int  # without a token, of all updates
+
+
+class AgeLoad(TypedDict):
+    """The load of the experts from the trained tokens of a range of ages, by the engines' record."""
+
+    age: str
+    tokens: int
+    load: float  # tokens of the fullest expert over the mean of the layer, mean over the layers
+    moved: float  # share of choices that go to other experts than those of all tokens of the same updates
+    by_chance: float  # the same for independent tokens drawn at random
+
+
 class Experts(TypedDict):
     """Routing of a model with experts, over the updates."""
 
@@ -271,6 +300,9 @@ class Experts(TypedDict):
     recorded: float | None  # share of the trained tokens with a record
     prompts_differ: int  # answers whose prompt has another record than in the first answer of the group
     routes: list[RouteRow]
+    layers: list[LayerLoad]  # the rest is [] for a run that did not write expert_loads.jsonl
+    dead_experts: list[DeadExpert]
+    ages: list[AgeLoad]
 
 
 class CodeVerdicts(TypedDict):

@@ -20,6 +20,7 @@ class Run:
     events: Sequence[Event]
     metrics: Metrics
     report: Report
+    loads: Metrics = ()  # of the experts
 
     @property
     def name(self) -> str:

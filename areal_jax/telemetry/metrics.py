@@ -1,5 +1,7 @@
 """Metrics of each update, appended to WORKDIR/metrics.jsonl and to TensorBoard, and read back for a report.
 
+The loads of experts, which are thousands of numbers, are in a file of their own.
+
 Written by app/run/observer.py and app/run/own_site.py, read by report/ and app/run/reports.py.
 """
 
@@ -15,7 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from areal_jax import files
 from areal_jax.errors import show
-from areal_jax.telemetry.names import EVALUATION, EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
+from areal_jax.telemetry.names import (
+    EVALUATION,
+    EVALUATION_VERSION,
+    EXPERT_LOADS,
+    EXPERT_LOADS_OF_AGE,
+    HISTOGRAMS,
+    METRICS,
+    STEP,
+)
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -178,10 +188,12 @@ class TensorBoardWriter:
 
 
 FILE = 'metrics.jsonl'
+LOADS = 'expert_loads.jsonl'
 DIRECTORY = 'tensorboard'
 Metric = TypeVar('Metric', bound=Value)
 _LARGEST_COUNT = 1 << 63  # of tokens
 _NUMBER = (int, float, type(None))  # null if it was not finite
+_OF_EXPERTS = (EXPERT_LOADS, EXPERT_LOADS_OF_AGE)
 
 
 class MetricsError(ValueError):
@@ -214,13 +226,20 @@ class MetricsWriter:
         self._use_tensorboard = tensorboard
         self._tensorboard: TensorBoardWriter | None = None
         self._purge_step: int | None = None
-        rewrite_json_lines(self._path, read_metrics(self._path))  # the next line must not be appended to a torn one
+        self._loads_path = self._workdir / LOADS
+        for path in (self._path, self._loads_path):
+            rewrite_json_lines(path, read_metrics(path))  # the next line must not be appended to a torn one
         self._file = files.LineWriter(self._path)
+        self._loads: files.LineWriter | None = None  # until the first loads
 
     def write(self, step: int, metrics: Line) -> None:
         """Appends the metrics of one update; numbers that are not finite become null."""
         values = {str(name): plain(value) for name, value in metrics.items() if name != STEP}
+        loads = {name: values.pop(name) for name in [*values] if name.startswith(_OF_EXPERTS)}
         self._file.write(json.dumps({STEP: int(step), **values}))
+        if loads or self._loads or self._loads_path.exists():  # then every update has a line
+            self._loads = self._loads or files.LineWriter(self._loads_path)
+            self._loads.write(json.dumps({STEP: int(step), **loads}))
         if self._use_tensorboard:
             self._write_tensorboard(step, values)
         for listener in self.listeners:
@@ -231,7 +250,7 @@ class MetricsWriter:
 
         Raises FileError if an update up to `step` is missing.
         """
-        self._file.close()
+        self._close_files()
         kept = [line for line in read_metrics(self._path) if _step(line) <= step]
         if len(kept) < step:
             raise files.FileError(
@@ -239,6 +258,7 @@ class MetricsWriter:
                 'run wrote it, or start anew in another --workdir'
             )
         rewrite_json_lines(self._path, kept)
+        rewrite_json_lines(self._loads_path, [line for line in read_metrics(self._loads_path) if _step(line) <= step])
         self._file = files.LineWriter(self._path)
         self._close_tensorboard()
         self._purge_step = step + 1
@@ -246,10 +266,18 @@ class MetricsWriter:
     def sync(self) -> None:
         """Returns when all lines so far are on the disk; callable from any thread."""
         self._file.sync()
+        if self._loads:
+            self._loads.sync()
 
     def close(self) -> None:
-        self._file.close()
+        self._close_files()
         self._close_tensorboard()
+
+    def _close_files(self) -> None:
+        self._file.close()
+        if self._loads:
+            self._loads.close()
+            self._loads = None
 
     def _write_tensorboard(self, step: int, values: Line) -> None:
         if self._tensorboard is None:
@@ -267,7 +295,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: pathlib.Path | str) -> list[Line]:
-    """Reads a metrics.jsonl as dicts; a torn last line is left out, and a missing file gives [].
+    """Reads a metrics.jsonl or expert_loads.jsonl as dicts; a torn last line is left out, and a missing file gives [].
 
     Raises FileError for a line that is not a JSON object, holds a value that is not a metric, or does not follow the
     update of the previous line.
@@ -292,7 +320,7 @@ def read_metrics(path: pathlib.Path | str) -> list[Line]:
 
 def _is_sound(name: str, value: object) -> bool:
     """Whether the value is finite or null, and a histogram holds only counts."""
-    if isinstance(value, list) and name in HISTOGRAMS:
+    if isinstance(value, list) and (name in HISTOGRAMS or name.startswith(_OF_EXPERTS)):
         return all(type(entry) in (int, float) and 0 <= entry < _LARGEST_COUNT for entry in value)
     return not isinstance(value, float) or math.isfinite(value)
 

@@ -286,6 +286,9 @@ ROUTE_PROMPTS = Metric(
 ROUTES_OF_AGE = 'routes/of_age/'  # prefix; followed by a range of ages, and tokens, sets_changed or tokens_changed
 EXPERT_LOAD = Metric('experts/load', 'ratio', 'tokens of the fullest expert to the mean of its layer, over the layers')
 EXPERTS_DEAD = Metric('experts/dead', 'experts', 'of all layers, those that no token of the update reached')
+# prefixes of lists in expert_loads.jsonl, the tokens that reached each expert (learning/diagnostics/expert_loads.py)
+EXPERT_LOADS = 'experts/loads/'  # followed by a layer
+EXPERT_LOADS_OF_AGE = 'experts/loads_of_age/'  # followed by a range of ages, then a layer or `tokens`
 
 HISTOGRAMS = (TOKEN_AGE_HISTOGRAM, TRAINED_BY_AGE, FILTERED_BY_AGE, MASKED_BY_AGE, UNUSED_BY_AGE)  # lists of counts
 METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
@@ -300,6 +303,8 @@ PREFIXES = (
     LEDGER,
     BY_AGE,
     ROUTES,
+    EXPERT_LOADS,
+    EXPERT_LOADS_OF_AGE,
     RATIO,
     ENERGY_SECONDS,
     'loss/',

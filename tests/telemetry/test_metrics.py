@@ -122,3 +122,32 @@ def test_a_metric_that_is_no_number_is_null_in_the_file(tmp_path):
     path.write_text('{"step": 1, "loss": NaN}\n')
     with pytest.raises(FileError, match='has loss=nan, which is no metric'):
         read_metrics(path)
+
+
+def test_loads_of_experts_have_a_file_of_their_own_with_a_line_an_update(tmp_path: pathlib.Path):
+    loads, rows = tmp_path / 'expert_loads.jsonl', []
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.listeners.append(lambda step, row: rows.append(dict(row)))
+    writer.write(1, {'x': 1})
+    assert not loads.exists()  # a dense model's run has none
+    writer.write(2, {'x': 2, 'experts/loads/1': [3, 0], 'experts/loads_of_age/0/tokens': 3})
+    writer.write(3, {'x': 3})
+    writer.sync()
+    assert rows == [{'x': 1}, {'x': 2}, {'x': 3}]
+    found = [{'step': 2, 'experts/loads/1': [3, 0], 'experts/loads_of_age/0/tokens': 3}, {'step': 3}]
+    assert read_metrics(loads) == found
+    writer.truncate(2)
+    assert read_metrics(loads) == found[:1]
+    writer.write(3, {'x': 30})
+    writer.close()
+    again = MetricsWriter(tmp_path, tensorboard=False)
+    again.write(4, {'x': 4})
+    again.close()
+    assert read_metrics(loads) == [found[0], {'step': 3}, {'step': 4}]
+    assert read_metrics(tmp_path / 'metrics.jsonl')[2:] == [{'step': 3, 'x': 30}, {'step': 4, 'x': 4}]
+
+
+def test_loads_that_are_no_counts_are_refused(tmp_path: pathlib.Path):
+    (tmp_path / 'expert_loads.jsonl').write_text('{"step": 1, "experts/loads/1": [3, -1]}\n')
+    with pytest.raises(FileError, match=r'line 1 has experts/loads/1=\[3, -1\], which is no metric'):
+        read_metrics(tmp_path / 'expert_loads.jsonl')

@@ -34,7 +34,7 @@ WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
 PROLONGATIONS = 'prolongations.json'
 # files that an attempt writes while it runs; renamed when the next attempt starts again at update 0
-_RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', DIRECTORY, PROLONGATIONS)
+_RECORDS = (EVENTS, metrics.FILE, metrics.LOADS, EVALUATIONS, 'tensorboard', DIRECTORY, PROLONGATIONS)
 # the devices and the form of a computation may change between starts: checkpoints are read by regions, one leaf per
 # layer
 _MAY_CHANGE = (

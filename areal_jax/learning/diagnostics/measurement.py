@@ -10,6 +10,7 @@ import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
+from areal_jax.learning.diagnostics.expert_loads import load_metrics
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler, by_range, flatten
 from areal_jax.learning.objective.counting import data_metrics, find_starts, kept_mass_metrics
 from areal_jax.learning.optimizer import step_metrics
@@ -128,6 +129,7 @@ def measure(
         'ages': age_metrics(kept, batches, version),
         'packing': update.rows.metrics(),
         'routes': route_metrics(kept, batches, results, version),
+        'expert_loads': load_metrics(decoder.config, batches, results, version),
         'sampling': sampling,
         'steps': steps,
         'loss': loss_metrics(results, settings),

@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
-from areal_jax.report.pages.colors import DASHES, INK, dark_colors
+import numpy as np
+
+from areal_jax.report.pages.colors import DASHES, INK, LEVELS, dark_colors
 
 Row = TypeVar('Row')
 Tone: TypeAlias = Literal['good', 'fair', 'bad', 'unknown']
@@ -104,6 +106,34 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cells:
+    """A picture of cells: row i at the place i, the columns evenly from `left` to `right`."""
+
+    label: str
+    values: np.ndarray  # float [rows, columns]; nan = a cell that stays empty
+    left: float
+    right: float
+    bounds: Sequence[float]  # between the levels, ascending
+    levels: Sequence[str]  # labels, one more than bounds; colors.LEVELS has their colours
+    none: str  # label of a value of 0
+    none_color: str
+
+    @property
+    def level_of(self) -> np.ndarray:
+        """The level of each cell from 0, float32 [rows, columns]; nan for a value of 0, and -1 for an empty cell."""
+        found = np.searchsorted(self.bounds, self.values, side='right').astype(np.float32)
+        found[np.isnan(self.values)] = -1
+        found[self.values == 0] = np.nan
+        return found
+
+    @property
+    def keys(self) -> list[Key]:
+        """Its entries of the legend."""
+        levels = [Key(label, color) for label, color in zip(self.levels, LEVELS, strict=True)]
+        return [Key(self.none, self.none_color), *levels]
+
+
+@dataclasses.dataclass(frozen=True)
 class Key:
     """An entry of a legend; a click on it hides the glyphs that have the name of the key."""
 
@@ -128,7 +158,7 @@ class Chart:
     title: str
     unit: str = ''  # of the values
     x: str = ''  # label of the other axis
-    marks: Sequence[Line | Bars] = ()
+    marks: Sequence[Line | Bars | Cells] = ()
     alt: str  # the content in words, for screen readers
     table: Table = Table((), ())  # its numbers, opened at a click; empty if another table of the page has them
     caption: str = ''
@@ -147,15 +177,17 @@ class Chart:
     @property
     def keys(self) -> list[Key]:
         """The legend."""
-        shown = [mark for mark in self.marks if mark.label and (mark.xs if isinstance(mark, Line) else mark.places)]
+        lines = [mark for mark in self.marks if not isinstance(mark, Cells)]
+        shown = [mark for mark in lines if mark.label and (mark.xs if isinstance(mark, Line) else mark.places)]
         keys = [self._key(mark) for mark in shown if self.legend]
+        keys += [key for mark in self.marks if isinstance(mark, Cells) for key in mark.keys]
         return [*keys, Key(self.bound[0], INK, 'dashed')] if self.bound else keys
 
     def _key(self, mark: Line | Bars) -> Key:
         look = DASHES[mark.style % len(DASHES)] if isinstance(mark, Line) else 'box'
         return Key(mark.label, mark.color, look, '' if self.stacked else self.name_glyphs(mark))
 
-    def name_glyphs(self, mark: Line | Bars) -> str:
+    def name_glyphs(self, mark: Line | Bars | Cells) -> str:
         """Returns the name of the mark's glyphs."""
         return f'{self.title}/{mark.label}'
 

@@ -1,19 +1,25 @@
-"""The charts of a run, declared for its page and its pictures: curves, ages, fates, lane seconds, ratios, scores."""
+"""The charts of a run, declared for its page and its pictures: curves, ages, fates, seconds, ratios, scores, loads."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from areal_jax.report.aggregates import Metrics
+from areal_jax.report.expert_balance import fullest_layers, loads_of_ages, loads_of_layers, relative_loads
 from areal_jax.report.limit import evaluation_points, format_interval
-from areal_jax.report.pages.blocks import UPDATE, Bars, Chart, Line, Table
+from areal_jax.report.pages.blocks import UPDATE, Bars, Cells, Chart, Line, Table
 from areal_jax.report.pages.colors import BLUE, DROPS, FATES, GREEN, GREY, PALETTE, VERMILION, Look, spread_looks
 from areal_jax.report.pages.curves import TOKEN_AGE, Curve, curve_points, smoothing_window
 from areal_jax.report.report_keys import RatioRow, Report, Time, TokenFates
 from areal_jax.telemetry.progress import format_number, format_percent
 from areal_jax.telemetry.token_ledger import DROPPED
 
+_MOST_LAYERS, _MOST_COLUMNS = 4, 120  # of the pictures of loads; updates of a longer run are summed into columns
+_LOAD_BOUNDS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the mean of the layer
+_LOAD_LEVELS = ('below ¼', '¼ to ½', '½ to 1', '1 to 2', '2 to 4', '4 and more')
 _MOST_ROWS = 40  # of the table below a chart
 _BOUND_IN_VIEW = 3  # eta is drawn up to this multiple of the oldest age
 _KINDS = {'greedy': (GREEN, 'circle'), 'sampled': (BLUE, 'square')}
@@ -218,6 +224,73 @@ def build_evaluation(report: Report) -> Chart | None:
         caption='Points with their 95% intervals.',
         hover=[('version', '@x'), ('score', '@y{0.000}'), ('interval', '@low{0.000} to @high{0.000}')],
         wide=True,
+    )
+
+
+def build_loads(loads: Metrics, report: Report) -> dict[str, Chart]:
+    """Returns the load of each expert over the updates and by age, two pictures for each of the fullest layers."""
+    (updates, tokens), (ages, of_ages) = loads_of_layers(loads), loads_of_ages(loads)
+    drawn = {}
+    for row in fullest_layers(report['experts']['layers'] if report['experts'] else [], _MOST_LAYERS):
+        layer = row['layer']
+        drawn[f'loads_of_layer_{layer}'] = _picture_loads(layer, updates, tokens[layer])
+        if len(ages) > 1:
+            drawn[f'loads_by_age_of_layer_{layer}'] = _picture_ages(layer, ages, of_ages[layer])
+    return drawn
+
+
+def _picture_loads(layer: int, updates: Sequence[int], tokens: np.ndarray) -> Chart:
+    span = updates[-1] - updates[0] + 1
+    width = -(-span // _MOST_COLUMNS)
+    sums = np.zeros((-(-span // width), tokens.shape[1]))
+    np.add.at(sums, (np.array(updates) - updates[0]) // width, tokens)
+    trained = sums.any(axis=1)
+    ends, mean = relative_loads(tokens[[0, -1]]), relative_loads(tokens.sum(axis=0))
+    order = np.argsort(-mean, kind='stable')[:_MOST_ROWS].tolist()
+    fullest, dead = order[0], int((tokens[-1] == 0).sum())
+    left = updates[0] - 0.5
+    cells = Cells(
+        f'layer {layer}', np.where(trained, relative_loads(sums).T, np.nan), left, left + width * len(sums),
+        _LOAD_BOUNDS, _LOAD_LEVELS, 'no token', VERMILION,
+    )  # fmt: skip
+    notes = ['Times the mean of the layer.'] + [f'A column has {width} updates.'] * (width > 1)
+    notes += ['Empty where no update trained a token.'] * (not trained.all())
+    numbers = np.stack([mean, *ends], axis=1)[order]
+    return Chart(
+        title=f'Load of experts, layer {layer}',
+        unit='expert',
+        x=UPDATE,
+        marks=[cells],
+        alt=f'Cells by expert and update, from {updates[0]} to {updates[-1]}: expert {fullest} has most tokens, '
+        f'{format_number(mean[fullest])} times the mean; {dead} experts have none in the last update.',
+        table=Table(
+            ('expert', 'run', 'first update', 'last update'),
+            [(str(expert), *map(format_number, own)) for expert, own in zip(order, numbers.tolist(), strict=True)],
+        ),
+        caption=' '.join(notes),
+        hover=[('expert', '$y{0}'), ('update', '$x{0}'), ('times the mean', '@value{0.00}')],
+        wide=True,
+    )
+
+
+def _picture_ages(layer: int, ages: Sequence[str], tokens: np.ndarray) -> Chart:
+    values = relative_loads(tokens)
+    order = np.argsort(-values.sum(axis=0), kind='stable')[:_MOST_ROWS].tolist()
+    said = (f'expert {own.argmax()} has most of age {age}' for age, own in zip(ages, values, strict=True))
+    cells = Cells(f'layer {layer}', values.T, -0.5, len(ages) - 0.5, _LOAD_BOUNDS, _LOAD_LEVELS, 'no token', VERMILION)
+    return Chart(
+        title=f'By age, layer {layer}',
+        unit='expert',
+        x='age of the trained tokens (versions)',
+        marks=[cells],
+        alt=f'Cells by expert and age: {", ".join(said)}.',
+        table=Table(
+            ('expert', *(f'age {age}' for age in ages)),
+            [(str(expert), *map(format_number, values[:, expert].tolist())) for expert in order],
+        ),
+        caption="Times the mean of the layer, by the engines' record.",
+        hover=[('expert', '$y{0}'), ('times the mean', '@value{0.00}')],
+        names=ages,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 BLUE, VERMILION, GREEN, AMBER, GREY = '#0072B2', '#D55E00', '#008F68', '#AD7A00', '#777777'
 PALETTE = (BLUE, VERMILION, GREEN, AMBER, '#B5578F', '#3388BB', GREY, '#000000')
 SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')  # of viridis
+LEVELS = ('#16335B', '#24548C', '#3B7BB8', '#69A5D6', '#B8D4E8', '#F2C94C')  # ascending, the same on both pages
 FATES = {
     'trained': GREEN,
     'filtered': '#8A8F98',

@@ -10,7 +10,7 @@ from areal_jax.errors import UserError
 from areal_jax.report.pages import charts
 from areal_jax.report.pages.blocks import Absent, Block, Grid, Items, Section, Table, Text, render_markdown
 from areal_jax.report.pages.colors import Look, choose_looks
-from areal_jax.report.pages.curves import CURVES, SPLIT, Curve, curve_points
+from areal_jax.report.pages.curves import CURVES, EXPERTS, SPLIT, Curve, curve_points
 from areal_jax.report.pages.headline import tell_headline
 from areal_jax.report.pages.run_page import Charts, tell_sections, tell_what_ran
 from areal_jax.report.pages.web_page import render_web_page
@@ -166,7 +166,9 @@ def _shortest(path: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
 
 def _curves(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block]:
     drawn, missing, equal = {}, [], []
-    for curve in (*CURVES, *_parts_of(SPLIT)):
+    has_experts = any(run.report['experts'] for run in comparison.runs.values())
+    curves = [curve for curve in CURVES if has_experts or curve.group != EXPERTS]
+    for curve in (*curves, *_parts_of(SPLIT)):
         label, metric = curve.metrics[0]
         # in the order of the looks, so that the legend of ordered runs is ordered
         points = [(name, *curve_points(comparison.runs[name].metrics, metric)) for name in looks]

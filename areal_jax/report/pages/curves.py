@@ -31,6 +31,7 @@ class Curve:
 
 
 LEARNING, SPEED, STALENESS, AGREEMENT, OPTIMISATION = 'learning', 'speed', 'staleness', 'agreement', 'optimisation'
+EXPERTS = 'experts'
 REWARD = Curve('Reward', 'mean of the batch', (('mean', names.REWARD_MEAN),), LEARNING, wide=True)
 TOKEN_AGE = Curve(
     'Token age',
@@ -81,6 +82,18 @@ CURVES = (
         (('mean', names.MISMATCH_MEAN), ('largest', names.MISMATCH_MAX)),
         AGREEMENT,
         logarithmic=True,
+        smooth=False,
+    ),
+    Curve('Fullest expert', 'times the mean of its layer', (('mean of the layers', names.EXPERT_LOAD),), EXPERTS),
+    Curve('Experts without a token', 'experts', (('of all layers', names.EXPERTS_DEAD),), EXPERTS),
+    Curve(
+        'Tokens with another route in the learner',
+        'share',
+        (
+            ('all ages', f'{names.ROUTES}tokens_changed'),
+            *((f'age {age}', f'{names.ROUTES_OF_AGE}{age}/tokens_changed') for age in map(names.range_label, range(5))),
+        ),
+        EXPERTS,
         smooth=False,
     ),
     Curve('Loss', '', (('value', 'loss/value'),), OPTIMISATION),

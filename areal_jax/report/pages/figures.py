@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.report.pages.blocks import UPDATE, Bars, Chart, Line
-from areal_jax.report.pages.colors import DASHES, GRID, INK, LINE, TEXT
+from areal_jax.report.pages.blocks import UPDATE, Bars, Cells, Chart, Line
+from areal_jax.report.pages.colors import DASHES, GRID, INK, LEVELS, LINE, TEXT
 from areal_jax.report.pages.curves import MARKED, moving_mean, smoothing_window
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def draw_chart(chart: Chart, updates: DataRange1d) -> Figure:
         name = chart.name_glyphs(mark)
         if isinstance(mark, Line):
             _draw_line(made, mark, chart, name)
+        elif isinstance(mark, Cells):
+            _draw_cells(made, mark, name)
         else:
             _draw_bars(made, mark, chart.horizontal, name)
     if chart.bound:
@@ -84,7 +86,8 @@ def _new_upright(chart: Chart, updates: DataRange1d) -> Figure:
     scale, height = 'log' if chart.logarithmic else 'linear', _WIDE_HEIGHT if chart.wide else _HEIGHT
     linked = {'x_range': updates} if chart.x == UPDATE else {}
     made = new_figure(chart.x, y_axis_type=scale, height=height, **linked)
-    values = [value for mark in chart.marks for value in (mark.ys if isinstance(mark, Line) else mark.ends)]
+    lines = [mark for mark in chart.marks if not isinstance(mark, Cells)]
+    values = [value for mark in lines for value in (mark.ys if isinstance(mark, Line) else mark.ends)]
     if not chart.logarithmic and min(values, default=-1) >= 0:
         made.y_range.start = 0
         if not max(values):
@@ -150,6 +153,20 @@ def _draw_bars(made: Figure, bars: Bars, horizontal: bool, name: str) -> None:
     if bars.texts:
         text = {'text_baseline': 'middle', 'text_font_size': '12px', 'text_color': INK}
         made.text('y', 'x', 'text', source=source | {'text': bars.texts}, **text)
+
+
+def _draw_cells(made: Figure, cells: Cells, name: str) -> None:
+    from bokeh.models import BasicTicker, LinearColorMapper, NumeralTickFormatter
+
+    ends = {'low': -0.5, 'high': len(LEVELS) - 0.5}
+    colors = LinearColorMapper(list(LEVELS), low_color='#00000000', nan_color=cells.none_color, **ends)
+    source = {'image': [cells.level_of], 'value': [cells.values.astype('float32')]}
+    place = {'x': cells.left, 'y': -0.5, 'dw': cells.right - cells.left, 'dh': len(cells.values)}
+    made.image('image', source=source, color_mapper=colors, name=name, **place)
+    made.y_range.range_padding = 0
+    made.yaxis.ticker = BasicTicker(min_interval=1, desired_num_ticks=5)
+    made.yaxis.formatter = NumeralTickFormatter(format='0')
+    made.grid.grid_line_color = None
 
 
 def _columns(mark: Line | Bars, count: int) -> Mapping[str, object]:

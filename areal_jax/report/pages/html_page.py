@@ -102,7 +102,8 @@ def _charts(run: Run, section: str) -> Iterator[Block]:
         missing = Absent('There is no config.json in the workdir.')
         yield Folded('Every field of the config', fields) if fields else missing
     else:
-        first = {'learning': _evaluation, 'speed': _time, 'staleness': _ages, 'agreement': _split}.get(section)
+        own = {'learning': _evaluation, 'speed': _time, 'staleness': _ages, 'agreement': _split, 'experts': _loads}
+        first = own.get(section)
         yield from _curves(run, section, first(run) if first else {})
     if section == 'staleness':
         yield from _note_steps(run.report)
@@ -162,6 +163,10 @@ def _split(run: Run) -> dict[str, Chart]:
         ('split_by_engine', 'Mismatch by engine', 'engine', split['by_engine']),
     )
     return drawn | {name: charts.build_ratio_rows(title, x, found) for name, title, x, found in rows if found}
+
+
+def _loads(run: Run) -> dict[str, Chart]:
+    return charts.build_loads(run.loads, run.report)
 
 
 def _curves(run: Run, group: str, first: dict[str, Chart]) -> Iterator[Block]:

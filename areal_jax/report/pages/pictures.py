@@ -1,4 +1,4 @@
-"""Pictures of charts (plots/*.png), drawn with matplotlib: the curves of a run, and its slots."""
+"""Pictures of charts (plots/*.png), drawn with matplotlib: the curves of a run, its slots, the loads of experts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from areal_jax import files, lanes
 from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import LaneInterval, lane_intervals
-from areal_jax.report.pages.blocks import Chart, Line
-from areal_jax.report.pages.charts import build_evaluation, build_metrics
-from areal_jax.report.pages.colors import GREY, INK
+from areal_jax.report.pages.blocks import UPDATE, Cells, Chart, Line
+from areal_jax.report.pages.charts import build_evaluation, build_loads, build_metrics
+from areal_jax.report.pages.colors import GREY, INK, LEVELS
 from areal_jax.report.pages.curves import MARKED, REWARD, TOKEN_AGE, moving_mean, smoothing_window
 from areal_jax.report.pages.slot_timeline import (
     KEYS,
@@ -39,7 +39,9 @@ _DPI = 100
 _MOST_SLOTS = 32  # rows in slots.png
 
 
-def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workdir: pathlib.Path) -> list[str]:
+def write_plots(
+    events: Sequence[Event], metrics: Metrics, report: Report, workdir: pathlib.Path, loads: Metrics = ()
+) -> list[str]:
     """Writes WORKDIR/plots/*.png; returns the paths of the plots that have data, relative to the work directory."""
     (workdir / DIRECTORY).mkdir(parents=True, exist_ok=True)
     charts = {
@@ -51,6 +53,8 @@ def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workd
     timeline = build_slot_timeline(events, MOST_INTERVALS)
     if timeline.slots:
         figures['slots.png'] = draw_slots(timeline, [i for i in lane_intervals(events) if i.work == 'train'])
+    if over_updates := [chart for chart in build_loads(loads, report).values() if chart.x == UPDATE]:
+        figures['expert_loads.png'] = draw_cells(over_updates)
     for name, figure in figures.items():
         save_figure(figure, workdir / DIRECTORY / name)
     return [f'{DIRECTORY}/{name}' for name in figures]
@@ -94,6 +98,28 @@ def draw_lines(axes: Axes, lines: Sequence[Line], window: int = 1, band: float =
             line.xs, ys, color=line.color, linewidth=1.8, linestyle=_STYLES[line.style % len(_STYLES)], marker=marker,
             markersize=5, label=line.label or None,
         )  # fmt: skip
+
+
+def draw_cells(charts: Sequence[Chart]) -> Figure:
+    """Draws charts of cells below each other, with one legend."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    figure = make_figure(0.8 + 2.6 * len(charts))
+    for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
+        (cells,) = (mark for mark in chart.marks if isinstance(mark, Cells))
+        colors = ListedColormap(LEVELS).with_extremes(bad=cells.none_color, under='none')
+        axes.imshow(
+            cells.level_of, colors, vmin=-0.5, vmax=len(LEVELS) - 0.5, aspect='auto', origin='lower',
+            interpolation='nearest', extent=(cells.left, cells.right, -0.5, len(cells.values) - 0.5),
+        )  # fmt: skip
+        _whole_ticks(axes.xaxis)
+        _whole_ticks(axes.yaxis)
+        label_axes(axes, chart.title, chart.x, chart.unit)
+        axes.set_title(chart.caption, fontsize=9, loc='right')
+    patches = [Patch(color=key.color, label=key.label) for key in charts[0].keys]
+    figure.legend(handles=patches, loc='outside lower center', ncols=len(patches), frameon=False)
+    return figure
 
 
 def draw_slots(timeline: SlotTimeline, trained: Sequence[LaneInterval]) -> Figure:

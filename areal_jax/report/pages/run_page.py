@@ -22,6 +22,7 @@ from areal_jax.report.engine_work import (
 )
 from areal_jax.report.engines.classes import describe_left_out, tabulate_classes
 from areal_jax.report.event_log import tabulate_publications
+from areal_jax.report.expert_balance import describe_loads, tabulate_dead, tabulate_layers, tabulate_load_ages
 from areal_jax.report.limit import describe_cost, format_interval, tabulate_curve
 from areal_jax.report.pages.blocks import (
     Absent,
@@ -67,6 +68,7 @@ def tell_sections(report: Report, charts: Charts = lambda section: ()) -> list[S
         Section('slots', 'Slots', [*charts('slots')]),
         Section('staleness', 'Staleness', [*charts('staleness'), *ages]),
         Section('agreement', 'Engine and learner', [*charts('agreement'), *_agreement(report)]),
+        *([Section('experts', 'Experts', [*charts('experts'), *_experts(report)])] if report['experts'] else []),
         Section('optimisation', 'Optimisation', [*charts('optimisation')]),
         Section('ledger', 'Token ledger', [_ledger(report), *charts('ledger'), tabulate_fates(report['token_fates'])]),
         Section('censoring', 'Censoring', _censoring(report)),
@@ -133,12 +135,20 @@ def _speed(report: Report) -> Iterable[Block]:
 
 
 def _agreement(report: Report) -> Iterable[Block]:
-    yield Text(describe_experts(report['experts']))
-    yield tabulate_routes(report['experts'])
     if report['ratio_split'] is None:
         yield Absent('The run did not split the importance ratio by cause (diagnostics.ratio_sample).')
     yield Text(describe_split(report['ratio_split']))
     yield tabulate_split(report['ratio_split'])
+
+
+def _experts(report: Report) -> Iterable[Block]:
+    experts = report['experts']
+    yield Text(describe_experts(experts))
+    yield tabulate_routes(experts)
+    yield tabulate_layers(experts)
+    yield tabulate_dead(experts)
+    yield Text(describe_loads(experts))
+    yield tabulate_load_ages(experts)
 
 
 def _ledger(report: Report) -> Block:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +68,32 @@ def test_metrics_tell_numerics_from_drift(run):
     assert max(row.get('routes/of_age/1/sets_changed', 0) for row in rows) > 0
 
 
+def test_every_choice_is_counted_once_by_expert(run):
+    loads, rows = (read_metrics(run.workdir / name) for name in ('expert_loads.jsonl', 'metrics.jsonl'))
+    assert not [name for row in rows for name in row if name.startswith('experts/loads')]
+    prefix = 'experts/loads_of_age/'
+    for line, row in zip(loads, rows, strict=True):
+        if not row['update/trained_tokens']:
+            assert list(line) == ['step']
+            continue
+        layers = [line[f'experts/loads/{layer}'] for layer in range(2)]
+        assert sum(of.count(0) for of in layers) == row['experts/dead']
+        assert np.mean([8 * max(of) / sum(of) for of in layers]) == pytest.approx(row['experts/load'])
+        ages = [name.removeprefix(prefix).split('/')[0] for name in line if name.endswith('/tokens')]
+        tokens = {age: line[f'{prefix}{age}/tokens'] for age in ages}
+        assert tokens == {age: row[f'routes/of_age/{age}/tokens'] for age in ages}
+        assert sum(tokens.values()) == row['update/trained_tokens']
+        for age, layer in itertools.product(ages, range(2)):
+            assert sum(line[f'{prefix}{age}/{layer}']) == 2 * tokens[age]
+    assert len(ages) > 0
+    assert [row['age'] for row in run.report['experts']['ages']]
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
     resume_killed(tmp_path, checkpoint__every=1, **REPLAY)
+    whole, killed = (read_metrics(tmp_path / name / 'expert_loads.jsonl') for name in ('whole', 'killed'))
+    assert [line['step'] for line in whole] == [1, 2, 3, 4, 5]
+    assert killed == whole
 
 
 def test_a_run_of_the_real_clock_is_replayed_bit_for_bit(tmp_path):
