@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import numpy as np
+
 from areal_jax.errors import UserError
 from areal_jax.publication.carriers.shard_receiver import ShardReceiver
 from areal_jax.publication.carriers.shm_carrier import SCHEME as SHM
@@ -72,7 +74,7 @@ class StreamReceiver:
         self._frame_deadline_s, self._record_deadline_s = frame_deadline_s, record_deadline_s
         self._connection: FrameSocket | None = None
         self._partial: _PartialRecord | None = None
-        self._buffer = bytearray()
+        self._buffer = np.empty(0, np.uint8)  # numpy asks the kernel for huge pages
 
     def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
         """See RecordReceiver; the deadline does not include the time of `consume`."""
@@ -184,8 +186,8 @@ class StreamReceiver:
         needed = sum(map(_align, header.sizes))
         if len(self._buffer) < needed:
             try:
-                self._buffer = bytearray(needed)
-            except (MemoryError, OverflowError) as error:
+                self._buffer = np.empty(needed, np.uint8)
+            except (MemoryError, OverflowError, ValueError) as error:
                 raise PublicationError(
                     f'version {header.version} has {needed} bytes, and this process has no memory for them: give it '
                     'more, or look what sends weights at that address'
