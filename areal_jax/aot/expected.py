@@ -41,6 +41,7 @@ _MADE: Mapping[str, tuple[str, ...]] = {
 _PASSES = {
     **dict.fromkeys(('gradients', 'accumulate', 'scan'), 3),
     **dict.fromkeys(('logprobs', 'single_tokens', 'loads', 'collisions', 'values'), 1),
+    'latent_forms': 2,
 }
 
 

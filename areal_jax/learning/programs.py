@@ -208,7 +208,7 @@ class Programs:
             gradients: Tree, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
         ) -> tuple[Tree, _Metrics, jax.Array]:
             added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
-            return self._add(gradients, added), metrics, logprobs
+            return _add(gradients, self._unscale(added)), metrics, logprobs
 
         everywhere = replicated(self.mesh)
         return jax.jit(accumulate, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
@@ -223,11 +223,12 @@ class Programs:
 
     def add_first(self) -> jax.stages.Wrapped:
         """(gradients of a micro-batch, those of another) -> their sum in float32."""
-        return jax.jit(lambda one, other: self._add(self._unscale(one), other), out_shardings=self.params)
+        return jax.jit(lambda one, other: _add(self._unscale(one), self._unscale(other)), out_shardings=self.params)
 
     def add(self) -> jax.stages.Wrapped:
         """(sum in float32, gradients of a micro-batch) -> their sum, in the buffers of the first."""
-        return jax.jit(self._add, donate_argnums=0, out_shardings=self.params)
+        add = lambda total, added: _add(total, self._unscale(added))
+        return jax.jit(add, donate_argnums=0, out_shardings=self.params)
 
     def apply(self) -> jax.stages.Wrapped:
         """(params, state, sum of gradients, learning rate) -> (params, state, step metrics)."""
@@ -271,7 +272,7 @@ class Programs:
 
             def body(gradients: Tree, microbatch: Rows) -> tuple[Tree, tuple[_Metrics, jax.Array]]:
                 added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
-                return self._add(gradients, added), (metrics, logprobs)
+                return _add(gradients, self._unscale(added)), (metrics, logprobs)
 
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
@@ -292,12 +293,8 @@ class Programs:
         factor = brake.ess_factor(sequence_effective_sample_size(logprobs, *known)).astype(jnp.float32)
         return learning_rate * factor, {'brake': factor}
 
-    def _add(self, gradients: Tree, added: Tree) -> Tree:
-        """Adds in float32 and removes the loss scale, which kept small gradients of a narrow dtype above 0."""
-        unscale = 1.0 / self.settings.learner.loss_scale
-        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
-
     def _unscale(self, gradients: Tree) -> Tree:
+        """In float32, without the loss scale, which kept small gradients of a narrow dtype above 0."""
         unscale = 1.0 / self.settings.learner.loss_scale
         return jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, gradients)
 
@@ -423,6 +420,10 @@ _KeptKey = tuple[Programs, _Key, str]  # and jax's settings
 _T = TypeVar('_T')
 AHEAD = 'learner warm-up'  # name of the thread that compiles programs before their first call
 MOST_KEPT = 64  # programs that equal learners of one process share
+
+
+def _add(gradients: Tree, added: Tree) -> Tree:
+    return jax.tree.map(jnp.add, gradients, added)
 
 
 class CompiledPrograms:

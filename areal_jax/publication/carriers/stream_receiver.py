@@ -192,7 +192,7 @@ class StreamReceiver:
                     f'version {header.version} has {needed} bytes, and this process has no memory for them: give it '
                     'more, or look what sends weights at that address'
                 ) from error
-        return _PartialRecord(header, memoryview(self._buffer))
+        return _PartialRecord(header, self._buffer.data)
 
 
 class _PartialRecord:
