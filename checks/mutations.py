@@ -1272,7 +1272,7 @@ MUTATIONS = [
     ),
     Mutation(
         'keep the loss scale in the gradient',
-        'areal_jax.learning.programs:Programs._add',
+        'areal_jax.learning.programs:Programs._unscale',
         'unscale = 1.0 / self.settings.learner.loss_scale',
         'unscale = 1.0',
         'tests/learning/test_forms.py',
