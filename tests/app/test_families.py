@@ -46,10 +46,7 @@ _RECORDED = {'rollout__record_routes': True, 'learner__routes': 'replay'}
 REPLAY = dict.fromkeys(('gpt_oss', 'glm4_moe', 'deepseek_v3', 'glm4_moe_lite'), _RECORDED)
 EACH = pytest.mark.parametrize(
     'family',
-    [
-        pytest.param(name, marks=[] if name in ('smollm3', 'qwen3_5_text', 'glm4_moe') else [pytest.mark.slow])
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=[] if name in ('qwen3_5_text', 'glm4_moe') else [pytest.mark.slow]) for name in FAMILIES],
 )
 
 

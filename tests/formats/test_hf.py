@@ -104,4 +104,5 @@ def test_every_leaf_of_every_family_has_a_name():
         assert {tensor.path for tensor in hf_tensors(config)} == set(paths)
         module = f'model.layers.{next(filter(lambda i: config.mixer(i) == "attention", range(3)))}.self_attn'
         assert (f'{module}.q_norm.weight' in named) == (config.qk_norm or config.whole_qk_norm)
-        assert (f'{module}.k_proj.bias' in named) == config.qkv_bias
+        biased = 'kv_a_proj_with_mqa' if config.latent else 'k_proj'
+        assert (f'{module}.{biased}.bias' in named) == config.qkv_bias

@@ -18,7 +18,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora, attach_adapters, is_router_state, merge_adapters
 from areal_jax.sharding.rules import path_name
 from tests.learning.test_meshes import GROUPS, make_learner, update_once
-from tests.models.family_examples import CONFIGS, HYBRIDS, LATENT, NAMES, draw
+from tests.models.family_examples import CONFIGS, EACH, HYBRIDS, LATENT, NAMES, draw
 
 PROMPT, ANSWERS = 12, (9, 7)  # tokens; windows have 5
 TOKENS = np.random.default_rng(0).integers(0, 300, PROMPT + sum(ANSWERS)).astype(np.int32)
@@ -87,7 +87,7 @@ def compiled(config, attention, lora=None):
 
 
 @pytest.mark.parametrize('attention', [pytest.param('dense', marks=pytest.mark.slow), 'blocked'])
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', EACH)
 def test_answers_that_share_their_prompt_are_as_apart(name, attention):
     config, rng = CONFIGS[name], np.random.default_rng(1)
     params, weights = draw(config), rng.normal(size=sum(ANSWERS)).astype(np.float32)
@@ -107,20 +107,23 @@ def test_answers_that_share_their_prompt_are_as_apart(name, attention):
         assert np.linalg.norm(other) > 0
 
 
-def test_in_float64_answers_that_share_their_prompt_are_as_apart_to_the_last_digits():
-    command = [sys.executable, '-m', 'tests.models.exact_side', '--packed']
+@pytest.mark.parametrize(
+    'names', [('qwen3_5', 'deepseek_v3'), pytest.param((*HYBRIDS, *LATENT), marks=pytest.mark.slow)], ids=len
+)
+def test_in_float64_answers_that_share_their_prompt_are_as_apart_to_the_last_digits(names):
+    command = [sys.executable, '-m', 'tests.models.exact_side', '--packed', *names]
     found = subprocess.run(
         command, env=os.environ | {'JAX_ENABLE_X64': '1'}, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr
     errors = json.loads(found.stdout)
-    assert errors.keys() == {*HYBRIDS, *LATENT}
+    assert errors.keys() == set(names)
     for name, (of_logprobs, of_gradient) in errors.items():
         assert of_logprobs <= 1e-12, (name, of_logprobs)
         assert of_gradient <= 1e-10, (name, of_gradient)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', EACH)
 def test_a_token_of_a_neighbour_changes_no_bit(name):
     config = CONFIGS[name]
     params, run = draw(config), compiled(config, 'blocked')
@@ -146,11 +149,10 @@ _HYBRID_MESH = {'data': 2, 'fsdp': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'}
         pytest.param(
             'gpt_oss', {**_MESHES[1], 'strategy': 'tensor'}, 'list', id='gpt_oss, experts', marks=pytest.mark.slow
         ),
-        pytest.param('gemma3', _MESHES[0], 'stacked', id='gemma3'),
         *(
             pytest.param(name, _MESHES[0], 'stacked', id=name, marks=pytest.mark.slow)
             for name in NAMES
-            if name not in ('gemma3', *HYBRIDS)
+            if name not in HYBRIDS
         ),
         pytest.param(
             'qwen3_5_moe',
@@ -219,9 +221,7 @@ def test_log_probs_over_a_mesh_of_eight_are_as_on_one_device(name, mesh, layers)
     assert np.linalg.norm(found - expected) <= 3e-7 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(
-    'name', [pytest.param(name, marks=[pytest.mark.slow] if name == 'gpt_oss' else []) for name in NAMES]
-)
+@pytest.mark.parametrize('name', EACH)
 def test_adapters_compute_what_the_merged_weights_do(name):
     config = CONFIGS[name]
     of_latents = ('latent', 'query_latent') if config.query_latent else ('latent',)

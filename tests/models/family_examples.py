@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.delta_rule import empty_states, run_steps
@@ -102,6 +103,9 @@ CONFIGS = {
 HYBRIDS = tuple(name for name, config in CONFIGS.items() if config.delta)
 LATENT = tuple(name for name, config in CONFIGS.items() if config.latent)
 NAMES = tuple(CONFIGS)
+# the quick tests take a family of each kind: windows, sinks and experts, states, corrections, latents
+QUICK = ('olmo3', 'gpt_oss', 'qwen3_5', 'glm4_moe', 'deepseek_v3')
+EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
 
 
 def draw(config: ModelConfig, seed: int = 0, scale: float = 1.5) -> dict:

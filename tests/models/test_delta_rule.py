@@ -95,7 +95,15 @@ def expected(slow):
     return with_gradient(apart)(inputs(slow))
 
 
-@pytest.mark.parametrize(('chunk', 'slow'), [(64, False), (64, True), (5, False), (512, True)])
+@pytest.mark.parametrize(
+    ('chunk', 'slow'),
+    [
+        pytest.param(64, False, marks=pytest.mark.slow),
+        (64, True),
+        (5, False),
+        pytest.param(512, True, marks=pytest.mark.slow),
+    ],
+)
 def test_packed_rows_with_shared_prompts_are_sequences_apart(chunk, slow):
     (_, out), gradient = with_gradient(functools.partial(packed, chunk=chunk))(inputs(slow))
     (_, wanted), of_apart = expected(slow)

@@ -134,7 +134,9 @@ def test_the_difference_by_the_form_of_latent_attention_is_the_mean_over_trained
     assert latent_metrics(Trained([], [], [nothing], of_latents=difference)) == {'mismatch/latent_form_n': 0}
 
 
-@pytest.mark.parametrize(('dtype', 'least', 'most'), [('float32', 0, 1e-5), ('bfloat16', 1e-3, 0.3)])
+@pytest.mark.parametrize(
+    ('dtype', 'least', 'most'), [pytest.param('float32', 0, 1e-5, marks=pytest.mark.slow), ('bfloat16', 1e-3, 0.3)]
+)
 def test_an_update_measures_the_form_of_latent_attention_in_the_dtype_of_engines(dtype, least, most):
     config = CONFIGS['deepseek_v3']
     changes = {'latent_form': True, 'publish_dtype': dtype}
