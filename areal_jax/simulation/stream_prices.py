@@ -39,9 +39,9 @@ class StreamCosts:
 # python -m benchmarks.host --rows=stream: benchmarks/results/host_stream.json
 _BYTES, _FRAMES = 1 << 28, 20_000
 MEASURED_STREAM = StreamCosts(
-    store_byte_s=0.02839 / _BYTES, send_byte_s=0.1848 / _BYTES,
-    receive_byte_s=0.1817 / _BYTES, frame_s=1.195 / _FRAMES,
-    copy_byte_s=0.02274 / _BYTES, digest_byte_s=0.02765 / _BYTES,
+    store_byte_s=0.03196 / _BYTES, send_byte_s=0.1005 / _BYTES,
+    receive_byte_s=0.08125 / _BYTES, frame_s=1.607 / _FRAMES,
+    copy_byte_s=0.02221 / _BYTES, digest_byte_s=0.0302 / _BYTES,
 )  # fmt: skip
 
 
