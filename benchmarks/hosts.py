@@ -8,7 +8,7 @@
   of processes that copy the same bytes through sockets (bar: at most 3).
 - files: CPU seconds of all processes over the same version as files (bar: at most 0.6).
 
-The sides need 16 GB of memory each, so a turn starts them one after the other: each makes two versions, and the third
+The sides need up to 19 GB of memory, so a turn starts them one after the other: each makes two versions, and the third
 is measured. All processes are on this machine.
 """
 

@@ -37,7 +37,6 @@ KEY = bytes(range(32))
 MODELS = {  # Qwen3's shape: vocabulary, width, layers, heads, key and value heads, head, MLP
     'tiny': (512, 64, 2, 8, 4, 16, 128),
     '135M': (151_936, 512, 18, 8, 4, 64, 1536),
-    'half': (151_936, 1024, 12, 8, 4, 128, 4096),
     '2GB': (151_936, 1536, 23, 8, 4, 128, 6144),
 }
 

@@ -484,9 +484,14 @@ class ModelConfig:
         return dataclasses.replace(self, latent=latent, head_dim=latent.head_dim, n_kv_heads=1)
 
     @property
+    def caches_latents(self) -> bool:
+        """Whether a cache holds latents, one head that is key and value for all heads."""
+        return self.latent is not None and self.latent.absorbs
+
+    @property
     def cached_numbers(self) -> int:
         """The numbers that a cache holds of a token in a layer with attention."""
-        return self.head_dim * (1 if self.latent and self.latent.absorbs else 2 * self.n_kv_heads)
+        return self.head_dim * (1 if self.caches_latents else 2 * self.n_kv_heads)
 
     @property
     def mixed_dim(self) -> int:

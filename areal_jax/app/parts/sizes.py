@@ -340,8 +340,8 @@ def _block_bytes(config: TrackedConfig, shape: ModelConfig, devices: EngineDevic
     """Returns the bytes on a device of a block of one layer."""
     tensor = parse_engines(config.cluster.engines).find_group(len(devices)).tensor
     shape = _of_engines(config, shape)
-    is_whole = shape.latent is not None and shape.latent.absorbs  # on every device
-    position = shape.cached_numbers * _itemsize(config.publication.dtype) // (1 if is_whole else tensor)
+    over = 1 if shape.caches_latents else tensor  # latents are on every device
+    position = shape.cached_numbers * _itemsize(config.publication.dtype) // over
     return config.rollout.block_tokens * position
 
 

@@ -28,9 +28,8 @@ from areal_jax.publication.manifest import sum_content
 from areal_jax.publication.record import Held, Part
 from areal_jax.publication.versions import PublicationError
 
-FRAME_BYTES = (
-    1 << 20
-)  # of a part in one frame; the sender computes the checksum of a frame while the reader checks another
+# of a part in one frame; the sender computes the checksum of a frame while the reader checks another
+FRAME_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20  # of any payload; a header has about 100 bytes a leaf
 _LEAVES, _BYTES, _VERSIONS = range(1 << 32), range(1 << 64), range(-(1 << 63), 1 << 63)  # values that fit in a prefix
 _MAGIC = b'ajw2'

@@ -307,7 +307,7 @@ def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
     """Raises ConfigError if the heads or the experts cannot be divided evenly."""
     require_experts(config, expert, ENGINES)
     require_delta_heads(config, tensor, ENGINES)
-    if config.n_heads % tensor or (config.n_kv_heads % tensor and not _stores_latents(config)):
+    if config.n_heads % tensor or (config.n_kv_heads % tensor and not config.caches_latents):
         raise ConfigError(
             f'tensor={tensor} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
             'key heads of the model; use a common divisor'
@@ -373,7 +373,7 @@ class Placement:
         """Extends `attend` to all heads: each device computes its heads; call inside jax.jit."""
         if self.mesh is None:
             return attend
-        keys = PartitionSpec() if _stores_latents(self.config) else _HEADS
+        keys = PartitionSpec() if self.config.caches_latents else _HEADS
         in_specs, out_specs = (_HEADS, keys, keys, self.layer, PartitionSpec(_AXIS)), (_HEADS, self.layer)
 
         def whole(
@@ -435,7 +435,7 @@ def place(
         dtype,
         windows=config.windows != {None},
         sinks=config.sinks,
-        latents=_stores_latents(config),
+        latents=config.caches_latents,
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
     rows, rejected_rows = choose_row_attention(config, dtype.name, devices[0])
@@ -460,13 +460,9 @@ def _share_heads(config: ModelConfig, tensor: int) -> ModelConfig:
         key_heads=config.delta.key_heads // tensor,
         value_heads=config.delta.value_heads // tensor,
     )
-    kv_heads = 1 if _stores_latents(config) else config.n_kv_heads // tensor  # latents are on every device
+    kv_heads = 1 if config.caches_latents else config.n_kv_heads // tensor  # latents are on every device
     heads = config.n_heads // tensor
     return dataclasses.replace(config, n_heads=heads, n_kv_heads=kv_heads, delta=delta)
-
-
-def _stores_latents(config: ModelConfig) -> bool:
-    return config.latent is not None and config.latent.absorbs
 
 
 def _token_form(devices: Sequence[jax.Device], weights: str) -> str:
@@ -489,6 +485,6 @@ def _layer_specs(attention: CacheAttention, config: ModelConfig, block_tokens: i
     def spec(one: tuple[int, ...], two: tuple[int, ...]) -> PartitionSpec:
         return PartitionSpec(*(_AXIS if a != b else None for a, b in zip(one, two, strict=True)))
 
-    if _stores_latents(config):
+    if config.caches_latents:
         return (PartitionSpec(),)
     return tuple(map(spec, shapes(config.n_kv_heads), shapes(2 * config.n_kv_heads)))
